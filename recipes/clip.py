@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
-from dpframe.metrics import fraction
+from dpframe.plugin import fraction
 from dpframe.recipes.lenet import read_digits
 from dpframe.recipes.vae import SIDE, rendered
 

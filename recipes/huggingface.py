@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 
 import dpframe
-from dpframe import seeding
+from dpframe.plugin import seeding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

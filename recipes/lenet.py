@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
-from dpframe.metrics import fraction
+from dpframe.plugin import fraction
 
 PACKAGED_FILE = Path(__file__).with_name("data") / "digits.csv.gz"
 FASHION_FILES = {

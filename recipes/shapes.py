@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 import dpframe
 
 if TYPE_CHECKING:
-    from dpframe.trainer import Predictions
+    from dpframe.plugin import Predictions
 
 
 class Shapes(dpframe.Task):

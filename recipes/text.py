@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 import dpframe
-from dpframe.metrics import fraction
+from dpframe.plugin import fraction
 
 # A word's tag depends on the words around it: they fish, a fish; the old man, the old man the ship.
 WORDS = {

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
-from dpframe import checkpoint
-from dpframe.metrics import fraction
+from dpframe.plugin import checkpoint, fraction
 from dpframe.recipes.lenet import read_digits
 
 if TYPE_CHECKING:

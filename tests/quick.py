@@ -33,6 +33,9 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_documents_examples_recipes_and_new_projects_come_by_the_front_door",
+    "test_a_plugin_comes_by_the_front_door_or_as_a_friend_with_a_reason",
+    "test_nothing_of_the_core_imports_a_plugin",
     "test_what_can_not_be_seeded_draws_as_it_does",
     "test_the_generators_of_this_process_stay_as_they_are",
     "test_the_places_of_tensors_are_those_of_dcps_index",

@@ -41,7 +41,13 @@ GROUND |= {
     "parameters",
     "launch",
 }
-ENTRANCES = {"__init__", "__main__", "lightning", "testing"}  # may import anything of ours
+ENTRANCES = {
+    "__init__",
+    "__main__",
+    "lightning",
+    "plugin",
+    "testing",
+}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli", "config"],
     "omegaconf": ["cli", "config"],

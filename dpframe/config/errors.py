@@ -10,7 +10,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from dpframe.config import modes
+from dpframe.config import modes, plugins
 from dpframe.config.hints import hint
 from dpframe.config.schema import (
     CONFIG_NAME,
@@ -119,6 +119,8 @@ class _Mistake:
         loaded = re.search(r"Could not load '([^']+)'", self.text)
         path = self.error.missing_cfg_file or (loaded[1] if loaded else "")
         group, _slash, option = path.rpartition("/")
+        if path.replace("/", "=") in plugins.OPTIONS:
+            return f"{group}={option} is not installed; {plugins.LACKING}"
         names = list(self.error.options or self.options(group))
         inner = group.partition("/")[2]
         if not names and self.options(inner):  # of defaults, which begin in the file's own group

@@ -24,10 +24,7 @@ OWN = ("fit", "validate", "test", "predict")
 MEANT = {"train": "fit", "evaluate": "validate", "eval": "validate"}  # in other frameworks
 UNINSTALLED = {  # what to do where there is no entry point of the mode
     "plan": "pip install examples/dpframe-plan, in dpframe's repository, adds it",
-    **dict.fromkeys(
-        ("compare", "doctor", "export", "tune", "verify"),
-        "it is one of dpframe's plugins, which this installation lacks: install dpframe again",
-    ),
+    **dict.fromkeys(("compare", "doctor", "export", "tune", "verify"), plugins.LACKING),
 }
 
 

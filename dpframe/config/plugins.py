@@ -22,6 +22,8 @@ from typing import NamedTuple
 from dpframe.errors import UserError
 
 GROUP, MODES = "dpframe.plugins", "dpframe.modes"
+OPTIONS = ("recipe=lightning", "strategy=ray")  # of dpframe/plugins, which has modes, too
+LACKING = "it is one of dpframe's plugins, which this installation lacks; install dpframe again"
 
 
 class Plugin(NamedTuple):

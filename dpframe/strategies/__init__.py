@@ -8,12 +8,13 @@ from dpframe.lazy import lazy
 from dpframe.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from dpframe.plugins.ray.strategy import Ray
     from dpframe.strategies.data_parallel import DataParallel
     from dpframe.strategies.ddp import DDP
     from dpframe.strategies.devices import Gpus
     from dpframe.strategies.fsdp import FSDP
     from dpframe.strategies.single import CPU, SingleGPU, auto
+
+    Ray: type[DDP]  # of a plugin, which imports this package
 
 __all__ = ["CPU", "DDP", "FSDP", "DataParallel", "Ray", "SingleGPU", "Strategy", "auto"]
 

@@ -28,7 +28,7 @@ from statistics import mean, median
 from dpframe_plan.failures import goodput
 
 import dpframe
-from dpframe.checkpoint.seal import step_of
+from dpframe.plugin import step_of
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE.parents[1] / "benchmarks" / "performance" / "programs"

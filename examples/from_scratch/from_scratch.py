@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpframe import UserError
-from dpframe.strategies.group import GroupCollectives
-from dpframe.strategies.processes import Processes
+from dpframe.plugin import GroupCollectives, Processes
 
 
 class Ring(GroupCollectives):

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpframe.config.compose import Composed
-from dpframe.errors import refuse_below
+from dpframe.plugin import Composed, refuse_below
 
 
 @dataclass
@@ -25,7 +24,7 @@ class Settings:
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints what an epoch takes by each strategy and number of replicas."""
-    from dpframe.modes.report import refuse_checkpoint, refuse_ranks, show
+    from dpframe.plugin import refuse_checkpoint, refuse_ranks, show
     from dpframe.plugins.lab.contest import describe
     from dpframe.plugins.lab.variants import list_variants, train_all
 

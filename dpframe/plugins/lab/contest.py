@@ -4,15 +4,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from dpframe import memory, seeding
-from dpframe.config.compose import Composed
-from dpframe.config.parts import data_of, strategy_of, task_of
-from dpframe.launch import signals
+from dpframe import Callback, Trainer
 from dpframe.loggers.formats import ruled
-from dpframe.modes.measure import WARM_UPS, now
-from dpframe.modes.report import size, time
-from dpframe.trainer import Trainer
-from dpframe.trainer.callback import Callback
+from dpframe.plugin import (
+    WARM_UPS,
+    Composed,
+    data_of,
+    memory,
+    now,
+    seeding,
+    signals,
+    size,
+    strategy_of,
+    task_of,
+    time,
+)
 from dpframe.trainer.placement import process_settings_restored
 
 UNLIKE = 1e-4  # relative; rounding in float32 may grow so far in a training

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from dpframe.config.compose import Composed
+from dpframe import UserError
 from dpframe.config.start import value_of
-from dpframe.errors import UserError, first_line
+from dpframe.plugin import Composed, first_line
 
 NEEDS_RECIPE = False
 
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints what this machine has; and for a recipe what a step computes."""
-    from dpframe.modes.report import show
+    from dpframe.plugin import show
     from dpframe.plugins.lab.machine import describe
 
     text = describe(job)
@@ -23,7 +23,7 @@ def run(job: Composed) -> dict[str, Any]:
 
 def _count_operations(job: Composed) -> str:
     """What a step of the recipe computes, or why that can't be told."""
-    from dpframe.config.parts import data_of, task_of
+    from dpframe.plugin import data_of, task_of
     from dpframe.plugins.lab.operations import describe_operations
 
     settings = job.settings

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe.config.compose import Composed
-from dpframe.errors import UserError, not_one_of
+from dpframe import UserError
+from dpframe.plugin import Composed, not_one_of
 
 if TYPE_CHECKING:
-    from dpframe.trainer import Trainer
+    from dpframe import Trainer
 
 EVALUATES = True
 FORMATS = ("program", "weights", "safetensors", "checkpoint")
@@ -33,7 +33,7 @@ class Settings:
 
 
 def run(job: Composed) -> dict[str, Any]:
-    from dpframe.modes.run import launch
+    from dpframe.plugin import launch
 
     return launch(job, export)
 

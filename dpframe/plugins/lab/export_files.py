@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpframe import checkpoint, files
-from dpframe.data.module import leaves, mapped
-from dpframe.errors import Failure, UserError, first_line
-from dpframe.task import Task
-from dpframe.trainer import Trainer
+from dpframe import Task, Trainer, UserError, files
+from dpframe.data.module import mapped
+from dpframe.plugin import Failure, checkpoint, first_line, leaves
 from dpframe.trainer.feed import evaluated
 
 PROGRAM, WEIGHTS, SAFETENSORS = "program.pt2", "weights.pt", "weights.safetensors"

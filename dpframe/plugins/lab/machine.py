@@ -12,16 +12,11 @@ from pathlib import Path
 
 import torch
 
-from dpframe import __version__, memory
+from dpframe import Strategy, UserError, __version__
 from dpframe.accelerator import cores
-from dpframe.config.compose import Composed
-from dpframe.errors import UserError
-from dpframe.launch import environment
-from dpframe.launch.faults import RankFailed
-from dpframe.modes.report import size
+from dpframe.plugin import Composed, RankFailed, environment, memory, size
 from dpframe.plugins.lab.variants import list_strategies, with_strategy
-from dpframe.strategies import Strategy
-from dpframe.strategies.ddp import DDP
+from dpframe.strategies import DDP
 from dpframe.strategies.devices import HIDES, model, present, why_none
 from dpframe.strategies.processes import backends
 

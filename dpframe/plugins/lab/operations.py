@@ -5,15 +5,8 @@ from dataclasses import replace
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpframe import seeding
-from dpframe.data import DataModule
-from dpframe.errors import first_line
-from dpframe.modes.measure import short
-from dpframe.strategies.base import Strategy
-from dpframe.task import Task
-from dpframe.trainer import Trainer
-from dpframe.trainer.callback import Callback
-from dpframe.trainer.settings import TrainerSettings
+from dpframe import Callback, DataModule, Strategy, Task, Trainer, TrainerSettings
+from dpframe.plugin import first_line, seeding, short
 
 
 def describe_operations(

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpframe.config.compose import Composed
-from dpframe.errors import ABOVE_0, UserError, not_one_of, refuse_below
+from dpframe import UserError
+from dpframe.errors import ABOVE_0
+from dpframe.plugin import Composed, not_one_of, refuse_below
 
 FOUND = ("batch_size", "lr")
 
@@ -43,9 +44,16 @@ class Settings:
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints the largest batch that fits, a learning rate, and the overrides to type."""
-    from dpframe.config.parts import data_of, strategy_of, task_of
     from dpframe.modes.measure import devices_of
-    from dpframe.modes.report import counted, refuse_checkpoint, refuse_ranks, show
+    from dpframe.plugin import (
+        counted,
+        data_of,
+        refuse_checkpoint,
+        refuse_ranks,
+        show,
+        strategy_of,
+        task_of,
+    )
     from dpframe.plugins.lab.tuner import Tuner
     from dpframe.plugins.lab.tuning import Tuning
 

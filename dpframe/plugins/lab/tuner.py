@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dpframe import memory, seeding
-from dpframe.data import DataModule
-from dpframe.data.preparation import call_prepare_data
-from dpframe.errors import Failure, UserError
-from dpframe.modes.measure import Probe, Sampled, lasting_bytes, refuse_by_hand, short
-from dpframe.schedules import LRSchedule
-from dpframe.task import Task
-from dpframe.trainer import Trainer
-from dpframe.trainer.callback import Callback
-from dpframe.trainer.feed import Feed
-from dpframe.trainer.settings import TrainerSettings
+from dpframe import Callback, DataModule, LRSchedule, Task, Trainer, TrainerSettings, UserError
+from dpframe.modes.measure import lasting_bytes
+from dpframe.plugin import (
+    Failure,
+    Feed,
+    Probe,
+    Sampled,
+    call_prepare_data,
+    memory,
+    refuse_by_hand,
+    seeding,
+    short,
+)
 
 STEPS = 3  # of a trial; the first makes the optimizer's state
 EXACT = 64  # the search ends where one part in so many is still unknown

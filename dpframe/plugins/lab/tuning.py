@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dpframe import LRSchedule
 from dpframe.loggers.formats import ruled
-from dpframe.modes.report import size
+from dpframe.plugin import size
 from dpframe.plugins.lab.tuner import FLAT, Point, Rates, Trial, smooth
-from dpframe.schedules import LRSchedule
 
 COLUMNS, LINES = 64, 10  # of the curve
 BARS = "▁▂▃▄▅▆▇█"

@@ -5,17 +5,23 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from typing import NamedTuple
 
+from dpframe import UserError
 from dpframe.config.build import check_targets
-from dpframe.config.compose import Composed, composed
-from dpframe.config.parts import strategy_of
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
-from dpframe.errors import UserError, first_line, not_one_of
-from dpframe.launch import signals
-from dpframe.launch.faults import RankFailed
 from dpframe.modes.measure import devices_of
+from dpframe.plugin import (
+    REHEARSED_REPLICAS,
+    Composed,
+    RankFailed,
+    composed,
+    first_line,
+    not_one_of,
+    signals,
+    strategy_of,
+)
 from dpframe.plugins.lab.contest import Entry, train
-from dpframe.strategies.devices import REHEARSED_REPLICAS, present
+from dpframe.strategies.devices import present
 
 AUTO = "auto"  # is one of the others
 ALONE = ("cpu", "single_gpu")  # have one replica

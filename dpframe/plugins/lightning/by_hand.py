@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpframe.errors import UserError
-from dpframe.parameters import updated_by
+from dpframe import Strategy, UserError
+from dpframe.plugin import current_share, updated_by
 from dpframe.plugins.lightning.module import family
-from dpframe.rows import current_share
-from dpframe.strategies.base import Strategy
 
 CHECKED = 3  # first steps of each optimizer, in which the ranks compare their gradients
 TOLERANCE = 1e-6

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dpframe.data import DataModule
+from dpframe import DataModule, UserError
 from dpframe.data.preparation import run_once
-from dpframe.errors import UserError
+from dpframe.plugin import Collectives
 from dpframe.plugins.lightning.module import is_a, own_class, owns
-from dpframe.strategies.collectives import Collectives
 
 LOADER = "dataloader"
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

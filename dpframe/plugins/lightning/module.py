@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpframe.errors import UserError
+from dpframe import UserError
 
 PACKAGES = ("lightning", "pytorch_lightning")  # which are the same library under two names
 BASES = ("LightningModule", "LightningDataModule")

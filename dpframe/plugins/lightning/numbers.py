@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dpframe.errors import UserError
-from dpframe.metrics import described, is_number
+from dpframe import Strategy, UserError
+from dpframe.metrics import described
+from dpframe.plugin import current_share, is_number
 from dpframe.plugins.lightning.module import is_metric
-from dpframe.rows import current_share
-from dpframe.strategies.base import Strategy
 
 SUM, OF = ":sum", ":of"  # of a value that counts another number than its rows
 LOGGED = "loss:logged"  # by that name, beside the loss that is optimized

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpframe import Strategy, UserError
 from dpframe.accelerator import has_float64
-from dpframe.errors import UserError
+from dpframe.plugin import Measured
 from dpframe.plugins.lightning.module import owns
 from dpframe.plugins.lightning.schedules import ScheduledOptimizer, Schedules
-from dpframe.strategies.base import Strategy
-from dpframe.trainer.outputs import Measured
 
 
 def with_schedules(made: ScheduledOptimizer, task: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe.errors import UserError, suggestion
+from dpframe import UserError
+from dpframe.plugin import suggestion
 from dpframe.plugins.lightning.numbers import find_number
 from dpframe.trainer.optimizers import kind_of
 

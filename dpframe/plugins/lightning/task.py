@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpframe.errors import UserError
-from dpframe.metrics import is_number
+from dpframe import Task, UserError
+from dpframe.plugin import Measured, default_dtype, is_number
 from dpframe.plugins.lightning.by_hand import ByHand
 from dpframe.plugins.lightning.checkpoint import kept, of_lightning, own_part, restored
 from dpframe.plugins.lightning.data import LightningData, number_of, prepare, transfer
@@ -33,10 +33,7 @@ from dpframe.plugins.lightning.numbers import (
 from dpframe.plugins.lightning.optimizer_step import with_schedules
 from dpframe.plugins.lightning.schedules import Schedule, read_optimizers, step_due
 from dpframe.plugins.lightning.trainer import Held, TheirTrainer
-from dpframe.task import Task
 from dpframe.trainer.in_place import InPlace
-from dpframe.trainer.outputs import Measured
-from dpframe.trainer.placement import default_dtype
 
 STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dpframe.errors import UserError
+from dpframe import UserError
 from dpframe.plugins.lightning.numbers import STAGES, without_stage
 
 

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dpframe import Logger, UserError
 from dpframe.checkpoint import seal
-from dpframe.errors import Failure, Interrupted, UserError, first_line
-from dpframe.launch import environment, signals
+from dpframe.errors import Interrupted
 from dpframe.launch.faults import Fault, explain
 from dpframe.launch.rank import Parent, do_work, fail, has_parent, set_parent
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS
-from dpframe.loggers import Logger
-from dpframe.strategies.ddp import DDP
-from dpframe.strategies.devices import REHEARSED_REPLICAS, Gpus, announce
+from dpframe.plugin import REHEARSED_REPLICAS, Failure, Gpus, environment, first_line, signals
+from dpframe.strategies import DDP
+from dpframe.strategies.devices import announce
 from dpframe.strategies.processes import backend_of
 
 ONE_CPU: dict[str, float] = {"CPU": 1}

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint
+from dpframe import Trainer
+from dpframe.plugin import checkpoint
 from dpframe.plugins.verify.course import Course
 from dpframe.plugins.verify.distance import Curve, Weights
 from dpframe.plugins.verify.measure import run_alone
-from dpframe.strategies.single import CPU
-from dpframe.trainer import Trainer
+from dpframe.strategies import CPU
 
 
 def reference(course: Course) -> Curve:

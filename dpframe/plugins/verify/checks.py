@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
 from itertools import chain
 
-from dpframe import checkpoint
-from dpframe.errors import UserError, suggestion
+from dpframe import UserError
+from dpframe.plugin import checkpoint, suggestion
 from dpframe.plugins.verify import reference as plain
 from dpframe.plugins.verify.course import TOLERANCE
 from dpframe.plugins.verify.distance import (

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from dpframe import seeding
-from dpframe.data import DataModule, sets_of
-from dpframe.data.source import Source
-from dpframe.task import Task
-from dpframe.trainer.settings import TrainerSettings
+from dpframe import DataModule, Task, TrainerSettings
+from dpframe.data import sets_of
+from dpframe.plugin import Source, seeding
 
 TOLERANCE = 1e-12
 FLOAT32_TOLERANCE = 1e-5

@@ -19,12 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import checkpoint, memory, seeding
-from dpframe.callbacks import Callback
-from dpframe.data.module import leaves
-from dpframe.data.preparation import call_prepare_data
-from dpframe.errors import UserError
-from dpframe.loggers import Logger
+from dpframe import Callback, Logger, Strategy, Task, Trainer, TrainerSettings, UserError
+from dpframe.plugin import call_prepare_data, checkpoint, leaves, memory, seeding
 from dpframe.plugins.verify.course import (
     CONTRASTIVE,
     Course,
@@ -36,12 +32,8 @@ from dpframe.plugins.verify.course import (
 )
 from dpframe.plugins.verify.distance import Log, Weights, nests_apart
 from dpframe.plugins.verify.reference import copy_weights
-from dpframe.strategies import Strategy
+from dpframe.strategies import CPU, SingleGPU
 from dpframe.strategies.base import NO_GATHER
-from dpframe.strategies.single import CPU, SingleGPU
-from dpframe.task import Task
-from dpframe.trainer import Trainer
-from dpframe.trainer.settings import TrainerSettings
 
 EVALUATED_SIZES = range(1, 18)
 SIZES = (*EVALUATED_SIZES, 33, 64, 100, 257)

@@ -3,8 +3,7 @@
 import sys
 from typing import Any
 
-from dpframe.config.compose import Composed
-from dpframe.errors import Failure
+from dpframe.plugin import Composed, Failure
 
 
 def run(job: Composed) -> dict[str, Any]:
@@ -12,8 +11,7 @@ def run(job: Composed) -> dict[str, Any]:
 
     A run of a sweep doesn't exit: the other runs go on. Nor does one from Python.
     """
-    from dpframe.config.parts import strategy_of
-    from dpframe.modes.report import refuse_checkpoint, show
+    from dpframe.plugin import refuse_checkpoint, show, strategy_of
     from dpframe.plugins.verify.verification import recipe_of, verify
 
     refuse_checkpoint(job, "starts from the recipe's own weights")

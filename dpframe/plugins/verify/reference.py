@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe import checkpoint, seeding
-from dpframe.data import DataModule, Share, move, permutation, sets_of
+from dpframe import DataModule, Task, TrainerSettings
+from dpframe.data import sets_of
 from dpframe.metrics import Means
-from dpframe.parameters import updated_by
+from dpframe.plugin import Share, checkpoint, current_share, move, permutation, seeding, updated_by
 from dpframe.plugins.verify.course import Course
 from dpframe.plugins.verify.distance import (
     INFINITY,
@@ -27,8 +27,7 @@ from dpframe.plugins.verify.distance import (
     roundings,
     weights_apart,
 )
-from dpframe.rows import current_share
-from dpframe.task import Task, TaskContext
+from dpframe.task import TaskContext
 from dpframe.trainer import dynamo
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.lr_schedule import StepSchedule
@@ -36,7 +35,6 @@ from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, one_loss, prefixed
 from dpframe.trainer.placement import with_default_dtype
 from dpframe.trainer.predictions import by_rows, join
-from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.update import of_turn
 

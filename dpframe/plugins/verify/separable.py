@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from dpframe import seeding
-from dpframe.data import Share, move
+from dpframe import Trainer
+from dpframe.plugin import Measured, Share, current_share, default_dtype, move, seeding
 from dpframe.plugins.verify.course import Course, why_not
 from dpframe.plugins.verify.distance import ROUNDINGS, roundings
-from dpframe.rows import current_share
-from dpframe.strategies.single import CPU
-from dpframe.trainer import Trainer
+from dpframe.strategies import CPU
 from dpframe.trainer.draws import NotCompared
 from dpframe.trainer.few_rows import picked
-from dpframe.trainer.outputs import Measured, detached, one_loss
-from dpframe.trainer.placement import default_dtype
+from dpframe.trainer.outputs import detached, one_loss
 from dpframe.trainer.put_back import put_back
 from dpframe.trainer.trial import CUT, ROWS, Trial
 

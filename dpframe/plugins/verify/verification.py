@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 
-from dpframe import seeding
-from dpframe.config.compose import Composed, composed
-from dpframe.config.parts import data_of, strategy_of, task_of
-from dpframe.errors import OutOfMemory, UserError
-from dpframe.launch import environment
-from dpframe.launch.faults import RankFailed
+from dpframe import Strategy, UserError
+from dpframe.errors import OutOfMemory
+from dpframe.plugin import (
+    Composed,
+    RankFailed,
+    composed,
+    data_of,
+    environment,
+    seeding,
+    strategy_of,
+    task_of,
+)
 from dpframe.plugins.verify.checks import choose, judge, list_measures
 from dpframe.plugins.verify.course import TOLERANCE, Recipe, dropouts
 from dpframe.plugins.verify.evidence import Evidence, Finding, format_count
 from dpframe.plugins.verify.measure import Plan, find_leftovers, list_resources, measure, read
-from dpframe.strategies import Strategy
 
 GIVE_UP_SECONDS = 300.0
 COLUMNS = ("check", "what was compared", "largest difference", "result")

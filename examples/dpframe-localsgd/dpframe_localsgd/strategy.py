@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe import UserError
-from dpframe.strategies.devices import Gpus
-from dpframe.strategies.processes import Processes
+from dpframe.plugin import Gpus, Processes
 
 
 class Exchange(NamedTuple):

@@ -10,12 +10,10 @@ from dpframe_localsgd.strategy import LocalSGD
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from dpframe import Callback, Strategy, Task, Trainer, TrainerSettings, UserError, checkpoint
-from dpframe.data import permutation, split
-from dpframe.launch.local import allow_fork
+from dpframe import Callback, Strategy, Task, Trainer, TrainerSettings, UserError
+from dpframe.plugin import Processes, allow_fork, checkpoint, permutation, split
 from dpframe.recipes.boston import Boston, BostonData
-from dpframe.strategies.ddp import DDP
-from dpframe.strategies.processes import Processes
+from dpframe.strategies import DDP
 from dpframe.testing import check_strategy
 
 PLAIN = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}

@@ -13,28 +13,21 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dpframe import (
-    DataModule,
-    Strategy,
-    Task,
-    Trainer,
-    TrainerSettings,
-    UserError,
-    checkpoint,
-    seeding,
-)
-from dpframe.memory import explain
-from dpframe.modes.measure import (
+from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings, UserError
+from dpframe.plugin import (
     WARM_UPS,
+    Feed,
     Probe,
     Sampled,
     bytes_of,
+    checkpoint,
     now,
     refuse_by_hand,
+    seeding,
     short,
     tensors_of,
 )
-from dpframe.trainer.feed import Feed
+from dpframe.plugin import memory as device_memory
 from dpframe_plan.failures import Saving
 from dpframe_plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe_plan.sharded import Call, Sharded, Unit, Weight
@@ -113,7 +106,7 @@ def measure(
         f"lower data.batch_size={data.batch_size}, and raise trainer.accumulate="
         f"{settings.accumulate} by the same factor: the same updates"
     )
-    with seeding.seeded(seed), explain(clock.device, "mode=plan", todo):
+    with seeding.seeded(seed), device_memory.explain(clock.device, "mode=plan", todo):
         # The sizes take turns, so that a machine that slows down slows all of them.
         trainer = fit(clock, sizes * (WARM_UPS + steps))
         saving = None if saves_in is None else _saving(trainer, saves_in)

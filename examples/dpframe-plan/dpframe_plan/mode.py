@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dpframe.config.compose import Composed
+from dpframe.plugin import Composed
 from dpframe_plan.settings import Settings
 
 __all__ = ["Settings", "run"]
@@ -10,7 +10,7 @@ __all__ = ["Settings", "run"]
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints what the recipe would cost on 1 to 4096 replicas."""
-    from dpframe.modes.report import refuse_checkpoint, refuse_ranks, show
+    from dpframe.plugin import refuse_checkpoint, refuse_ranks, show
     from dpframe_plan.plan import plan_of
 
     refuse_checkpoint(job, "measures what no weights change")

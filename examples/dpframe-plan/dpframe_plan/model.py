@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from dpframe.data import split
+from dpframe.plugin import split
 from dpframe_plan.network import Network, Ring
 from dpframe_plan.sharded import Sharded
 

@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 
-from dpframe import UserError, seeding
-from dpframe.config.compose import Composed
-from dpframe.config.parts import callbacks_of, data_of, strategy_of, task_of
-from dpframe.modes.report import HOUR, time
+from dpframe import UserError
+from dpframe.plugin import (
+    HOUR,
+    Composed,
+    callbacks_of,
+    data_of,
+    seeding,
+    strategy_of,
+    task_of,
+    time,
+)
 from dpframe_plan.failures import outcomes
 from dpframe_plan.measure import measure
 from dpframe_plan.model import Prediction, predictions

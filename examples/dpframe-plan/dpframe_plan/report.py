@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dpframe.modes.report import counted, size, time
+from dpframe.plugin import counted, size, time
 from dpframe_plan.failures import Outcome
 from dpframe_plan.measure import Measured
 from dpframe_plan.model import Costs, Prediction, stops_paying
