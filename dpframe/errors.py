@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-ABOVE_0 = math.ulp(0)  # the least number
-
 
 class UserError(Exception):
     """Ends the run with one line. Any exception but those of this module is shown as a bug."""
@@ -112,12 +110,6 @@ def not_one_of(
     near = meant or nearest(str(value), choices)
     hint = f"; did you mean {near}?" if near else ""
     return UserError(f"{key}={value} is not one of {', '.join(choices)}{hint}")
-
-
-def refuse_below(key: str, value: float | None, least: float = 1, use: str = "") -> None:
-    """None is allowed, NaN is not; `use` says in words what is."""
-    if value is not None and not value >= least:
-        raise UserError(f"{key}={value} is out of range; use {use or f'{least} or more'}")
 
 
 def metric_of(key: str, name: str, metrics: Mapping[str, float]) -> float:

@@ -16,6 +16,7 @@ Number = float | Exact
 Sums = dict[str, tuple[Any, Any]]
 """By name: the weighted values' sum, and the weights', each a Number."""
 FAR = 1e9
+MOST_BITS = 1024  # whole numbers of more are no float
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
 SOMETIMES_WEIGHTED = (
     "a step returned a 'weight' for some batches and none for others; return one always, or never"
@@ -203,10 +204,10 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
         [*(weight for _, weight in counted), *own], ["weight"] * (len(counted) + len(own))
     )
     weights, own_weights = read[: len(counted)], iter(read[len(counted) :])
-    columns: dict[str, list[tuple[float, float]]] = {}
-    for output, _ in kept:
-        for name in output:
-            columns.setdefault(name, [])
+    columns: dict[str, list[tuple[float, float]]] = {n: [] for output, _ in kept for n in output}
+    for name in columns:
+        if not isinstance(name, str):
+            raise UserError(f"a step returned {name!r} as a metric's name; use text, e.g. 'mae'")
     for (output, _), weight in zip(counted, weights, strict=True):
         of = output.weights if isinstance(output, Weighed) else {}
         its_own = {name: next(own_weights) for name in of}
@@ -249,11 +250,15 @@ def is_number(value: Any) -> bool:
     """Whether this is one number, or a tensor or an array that holds one."""
     if isinstance(value, Tensor):
         return value.numel() == 1
-    return isinstance(value, int | float) or getattr(value, "size", 0) == 1
+    if isinstance(value, int):
+        return value.bit_length() < MOST_BITS
+    return isinstance(value, float) or getattr(value, "size", 0) == 1
 
 
 def described(value: Any) -> str:
     """What is wrong with a value that is not one number."""
+    if isinstance(value, int):
+        return "as a whole number that no float can hold; return a smaller one"
     if hasattr(value, "shape"):
         return "with more than one number; return its mean over the batch"
     return f"as a {type(value).__name__}; return one number, or leave it out"

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dpframe.errors import Failure as Failure
     from dpframe.errors import first_line as first_line
     from dpframe.errors import not_one_of as not_one_of
-    from dpframe.errors import refuse_below as refuse_below
     from dpframe.errors import suggestion as suggestion
     from dpframe.launch import environment as environment
     from dpframe.launch import signals as signals
@@ -64,10 +63,12 @@ if TYPE_CHECKING:
     from dpframe.trainer.feed import Feed as Feed
     from dpframe.trainer.outputs import Measured as Measured
     from dpframe.trainer.placement import default_dtype as default_dtype
+    from dpframe.values import refuse_below as refuse_below
 
 _NAMES = {
     # What may go wrong.
-    "errors": ("Failure", "first_line", "not_one_of", "refuse_below", "suggestion"),
+    "errors": ("Failure", "first_line", "not_one_of", "suggestion"),
+    "values": ("refuse_below",),
     "launch.faults": ("RankFailed",),
     # A mode: its job, the parts of it, and what it prints.
     "config.compose": ("Composed", "composed"),

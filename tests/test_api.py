@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from command import write
@@ -60,7 +61,7 @@ def test_what_python_passes_is_what_one_types():
     settings = {
         "recipe": "boston",
         "trainer": {"gpus": [0, 1], "max_steps": None, "clip_norm": {"critic": 0.5}},
-        "data": {"file": Path("a b.csv"), "normalize": False},
+        "data": {"file": Path("a b.csv"), "normalize": False, "part": np.float32(0.1)},
         "task.net": {"_target_": "torch.nn.Linear", "in_features": 3},
         "+vars.note": "it's ${here}",
     }
@@ -71,6 +72,7 @@ def test_what_python_passes_is_what_one_types():
         "trainer.clip_norm.critic=0.5",
         "data.file='a b.csv'",
         "data.normalize=false",
+        "data.part=0.1",
         "task.net={_target_:'torch.nn.Linear',in_features:3}",
         r"+vars.note='it\'s \${here}'",
     ]

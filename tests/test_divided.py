@@ -240,7 +240,7 @@ def test_parts_train_as_a_loop_by_hand_over_what_meets_in_a_batch(make):
 
 
 def test_another_value_is_one_line():
-    with pytest.raises(UserError, match="data.divided=rank is not known; set by_rank, or null"):
+    with pytest.raises(UserError, match="data.divided=rank is text; use by_rank or null"):
         fitted(Small(), Data(Noisy, divided="rank"))
 
 

@@ -2,13 +2,19 @@
 
 import re
 import sys
+from functools import partial
 from types import ModuleType
 
+import numpy as np
 import pytest
 import small
+import torch
 from small import Rows, Small, fitted, trainer
 
-from dpframe import Callback, DataModule, Task, UserError
+from dpframe import Callback, DataModule, Task, Trainer, TrainerSettings, UserError
+from dpframe.callbacks import EMA, SWA, Checkpoint, EarlyStopping, Histograms
+from dpframe.loggers import CSV
+from dpframe.strategies import DDP, FSDP, DataParallel
 from dpframe.trainer.given import CALLED, THEIRS
 
 BASES = {Task: Small, DataModule: Rows, Callback: Callback}
@@ -226,3 +232,112 @@ def test_a_batch_that_is_larger_than_the_data_is_told(caplog):
     ]
     assert told(Rows(rows=20, batch_size=20)) == told(Rows(rows=20, batch_size=8)) == []
     assert told(small.Streamed(rows=20, batch_size=64)) == []
+
+
+SETTINGS = [  # of the Trainer, and what a line says of their values
+    ("max_epochs", "3", "=3 is text; use a whole number or null"),
+    ("max_epochs", 1.5, "=1.5 is a fraction; use a whole number or null"),
+    ("max_epochs", True, "=true is a truth value; use a whole number or null"),
+    ("max_epochs", torch.tensor(3), "=tensor(3) is a Tensor; use a whole number or null"),
+    ("max_epochs", 0, "=0 is out of range; use 1 or more"),
+    ("max_steps", [3], "=[3] is a list; use a whole number or null"),
+    ("accumulate", 1.5, "=1.5 is a fraction; use a whole number"),
+    ("accumulate", 2.0, "=2.0 is a fraction; use a whole number"),
+    ("accumulate", None, "=null is nothing; use a whole number"),
+    ("validate_every_steps", 2.5, "=2.5 is a fraction; use a whole number or null"),
+    ("validate_every_epochs", "1", "=1 is text; use a number"),
+    ("limit_train_batches", "2", "=2 is text; use a number or null"),
+    ("log_every", 2.5, "=2.5 is a fraction; use a whole number"),
+    ("deterministic", "yes", "=yes is text; use true or false"),
+    ("clip_norm", "1", "=1 is out of range; use a number above 0"),
+    ("plateau_monitor", None, "=null is nothing; use text"),
+    ("share_check", None, "=None is not one of on, strict, warn, off; did you mean on?"),
+    ("accelerator", ["cpu"], "=['cpu'] is not one of auto, cpu, cuda, mps, xpu; did you mean cpu?"),
+    ("precision", 16, "=16 is not one of 32, 64, bf16, fp16, bf16-true, 16-true; did you mean fp1"),
+    ("gpus", "2", "=2 is neither a count, a list of different ids, auto, all nor null; use e.g. "),
+]
+DATA = [  # attributes of a DataModule
+    ("batch_size", 0, "=0 is out of range; use 1 or more"),
+    ("batch_size", "4", "=4 is text; use a whole number"),
+    ("batch_size", None, "=null is nothing; use a whole number"),
+    ("batch_size", 2.0, "=2.0 is a fraction; use a whole number"),
+    ("eval_batch_size", 0, "=0 is out of range; use 1 or more"),
+    ("workers", -1, "=-1 is out of range; use 0 or more"),
+    ("workers", "2", "=2 is text; use a whole number or auto"),
+    ("workers", None, "=null is nothing; use a whole number or auto"),
+    ("shuffle", "no", "=no is text; use true or false"),
+    ("drop_last", 1, "=1 is a whole number; use true or false"),
+    ("divided", "rank", "=rank is text; use by_rank or null"),
+    ("persistent_workers", "x", "=x is text; use true or false or auto"),
+]
+OBJECTS = [
+    (lambda: EMA("0.9"), "callbacks.ema.decay=0.9 is text; use a number"),
+    (lambda: EMA(2), "callbacks.ema.decay=2 is out of range; use 0 or more, and less than 1"),
+    (lambda: SWA("2"), "callbacks.swa.start_epoch=2 is text; use a whole number"),
+    (lambda: Checkpoint(keep=1.5), "callbacks.checkpoint.keep=1.5 is a fraction; use a whole "),
+    (lambda: EarlyStopping(patience="3"), "callbacks.early_stopping.patience=3 is text; use a "),
+    (lambda: EarlyStopping(min_delta="0"), "callbacks.early_stopping.min_delta=0 is text; use a "),
+    (lambda: Histograms("5"), "callbacks.histograms.every_n_steps=5 is text; use a whole number"),
+    (lambda: DDP("2", "cpu"), "trainer.gpus=2 is neither a count, a list of different ids, auto"),
+    (lambda: DDP(2, timeout_seconds="3"), "strategy.timeout_seconds=3 is text; use a number"),
+    (lambda: DataParallel(0), "trainer.gpus=0 is out of range; leave it out, and use strategy=cpu"),
+    (lambda: FSDP(replicate="2"), "strategy.replicate=2 is text; use a whole number"),
+    (lambda: trainer(callbacks=EMA()), "Trainer: callbacks=<dpframe.callbacks.averages.EMA objec"),
+    (lambda: trainer(callbacks="ema"), "Trainer: callbacks=ema; pass a list of Callbacks"),
+    (lambda: trainer(loggers=CSV()), "Trainer: loggers=<dpframe.loggers.csv.CSV object at"),
+    (lambda: trainer(task=Rows(), data=Small()), "Trainer: data=Small; pass an object of your Dat"),
+    (lambda: Trainer(Small(), Rows(), seed=None), "seed=null is nothing; use a whole number"),
+    (lambda: Trainer(Small(), Rows(), seed=1.5), "seed=1.5 is a fraction; use a whole number"),
+    (lambda: Trainer(Small(), Rows(), seed=-1), "seed=-1 is out of range; use 0 to 2**63 - 1"),
+    (lambda: scaled({"batch_size": "64"}), "task.scale_lr.batch_size=64 is text; use a whole num"),
+    (lambda: measuring({1: 2.0}), "a step returned 1 as a metric's name; use text, e.g. 'mae'"),
+    (lambda: measuring({"n": 10**400}), "Measures.training_step returned 'n' as a whole number "),
+]
+
+
+def scaled(how):
+    task = Small()
+    task.scale_lr = how
+    fitted(task)
+
+
+class Measures(Small):
+    def training_step(self, batch):
+        return super().training_step(batch) | self.more
+
+
+def measuring(more):
+    task = Measures()
+    task.more = more
+    fitted(task)
+
+
+def with_data(name, value):
+    data = Rows()
+    setattr(data, name, value)
+    trainer(data=data).prepare()
+
+
+MISUSES = [
+    *((partial(TrainerSettings, **{k: v}), f"trainer.{k}{said}") for k, v, said in SETTINGS),
+    *((partial(with_data, k, v), f"data.{k}{said}") for k, v, said in DATA),
+    *OBJECTS,
+]
+
+
+@pytest.mark.parametrize(("misuse", "said"), MISUSES, ids=[said for _, said in MISUSES])
+def test_a_wrong_value_from_python_is_one_line_of_what_it_is_and_what_to_use(misuse, said):
+    with pytest.raises(UserError) as caught:
+        misuse()
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    data = Rows()
+    data.batch_size, data.workers = np.int64(5), np.int32(0)
+    given = {"max_epochs": np.int64(1), "clip_norm": np.float32(0.5), "grace_seconds": np.int8(3)}
+    made = Trainer(Small(), data, seed=np.int64(2**62), threads=1, **given)
+    made.fit()
+    assert made.global_step == 4
+    assert {key: getattr(made.settings, key) for key in given} == given
+    assert all(type(getattr(made.settings, key)) in (int, float) for key in given)

@@ -28,6 +28,7 @@ FLOORS = {
 GROUND = {"data", "metrics", "seeding", "loggers", "errors"}
 GROUND |= {
     "files",
+    "values",
     "traces",
     "lazy",
     "accelerator",

@@ -185,7 +185,7 @@ def test_a_row_that_is_bad_is_left_to_training():
 
 
 def test_another_word_is_refused():
-    with pytest.raises(UserError, match="data.workers=all is neither a whole number nor auto"):
+    with pytest.raises(UserError, match="data.workers=all is text; use a whole number or auto"):
         trainer(data=Data(Rows(), "all")).prepare()
 
 
@@ -619,7 +619,7 @@ def test_a_key_says_whether_workers_persist():
     with pytest.raises(UserError) as refusal:
         made.prepare()
     assert str(refusal.value) == (
-        "data.persistent_workers=sometimes is not known; set auto, true or false"
+        "data.persistent_workers=sometimes is text; use true or false or auto"
     )
 
 

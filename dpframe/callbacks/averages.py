@@ -10,8 +10,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from dpframe import checkpoint
 from dpframe.callbacks.monitor import count_in
-from dpframe.errors import UserError, refuse_below
+from dpframe.errors import UserError
 from dpframe.trainer.callback import Callback
+from dpframe.values import check_type, refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -156,6 +157,7 @@ class EMA(Average):
 
     def __init__(self, decay: float = 0.999) -> None:
         super().__init__()
+        check_type(f"{self.key}.decay", decay, float)
         if not 0 <= decay < 1:
             raise UserError(
                 f"{self.key}.decay={decay} is out of range; use 0 or more, and less than 1"
@@ -187,6 +189,7 @@ class SWA(Average):
 
     def __init__(self, start_epoch: int = 10, every_n_steps: int | None = None) -> None:
         super().__init__()
+        refuse_below(f"{self.key}.start_epoch", start_epoch, 0)
         refuse_below(f"{self.key}.every_n_steps", every_n_steps)
         self.start_epoch = start_epoch
         self.every_n_steps = every_n_steps

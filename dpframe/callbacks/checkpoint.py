@@ -12,8 +12,9 @@ from dpframe import checkpoint, files
 from dpframe.callbacks.monitor import Monitor, unfit_in_checkpoint
 from dpframe.checkpoint import seal
 from dpframe.checkpoint.plain import refuse_unplain
-from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, suggestion
+from dpframe.errors import Interrupted, UserError, suggestion
 from dpframe.trainer.callback import Callback
+from dpframe.values import ABOVE_0, refuse_below
 
 if TYPE_CHECKING:
     from dpframe.strategies.sharding import Sharding
@@ -60,7 +61,7 @@ class Checkpoint(Callback):
         refuse_below(f"{KEY}.every_n_epochs", every_n_epochs, use="1 or more, or null")
         refuse_below(f"{KEY}.every_n_steps", every_n_steps, use="1 or more, or null")
         refuse_below(f"{KEY}.every_n_minutes", every_n_minutes, ABOVE_0, "more than 0, or null")
-        refuse_below(f"{KEY}.seconds_between", seconds_between, 0)
+        refuse_below(f"{KEY}.seconds_between", seconds_between, 0.0)
         if file is not None:
             refuse_below(f"{KEY}.keep", keep, use="1 or more where there is a file")
         self.is_chosen = monitor != AUTO

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.monitor import Monitor, count_in
-from dpframe.errors import refuse_below
 from dpframe.trainer.callback import Callback
+from dpframe.values import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from dpframe.errors import refuse_below
 from dpframe.trainer.callback import Callback
+from dpframe.values import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpframe.errors import UserError, metric_of, not_one_of
 from dpframe.trainer.callback import Callback
+from dpframe.values import check_type
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -46,6 +47,7 @@ class Monitor:
             raise not_one_of(f"{key}.mode", mode, ("min", "max"))
         if not isinstance(name, str):
             raise UserError(f"{key}.monitor={name} is not the name of a metric; use e.g. val/loss")
+        check_type(f"{key}.min_delta", min_delta, float)
         self.name = name
         self.mode = mode
         self.key = key

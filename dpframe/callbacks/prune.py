@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe import files
 from dpframe.callbacks.monitor import PRUNED, Monitor
-from dpframe.errors import refuse_below
 from dpframe.trainer.callback import Callback
+from dpframe.values import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

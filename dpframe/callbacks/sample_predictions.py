@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dpframe.callbacks.counts import predict_shares
 from dpframe.data import Batch
-from dpframe.errors import refuse_below
 from dpframe.trainer.callback import Callback
+from dpframe.values import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -4,15 +4,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.live import is_notebook
 from dpframe.config import modes
 from dpframe.config.compose import Composed, composed, hydra_kept
-from dpframe.config.schema import is_off, shown
+from dpframe.config.schema import is_off
 from dpframe.config.search import quoted
 from dpframe.errors import UserError
+from dpframe.values import shown
 
 if TYPE_CHECKING:
     from dpframe.task import Task
@@ -105,7 +107,7 @@ def _text(value: Any) -> str:
         return f"{{{','.join(f'{key}:{_text(part)}' for key, part in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_text, value))}]"
-    is_plain = value is None or isinstance(value, bool | int | float)
+    is_plain = value is None or isinstance(value, bool | Number)  # NumPy's, too
     return shown(value) if is_plain else quoted(str(value))
 
 

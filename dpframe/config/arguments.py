@@ -6,7 +6,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import hydra
 import torch
@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.callbacks import Callback
 from dpframe.config.hints import LATER
-from dpframe.config.schema import is_off, kind_of, shown, unfit
+from dpframe.config.schema import OF_EVERY_DATA, is_off
 from dpframe.config.target import find, in_full, taken_by
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of, suggestion
 from dpframe.scheduler_lengths import is_filled_in
+from dpframe.values import fits, kind_of, options_of, shown, unfit
 
 SPECIAL: dict[str, Any] = {  # the keys that are about the call itself
     "_target_": str,
@@ -33,10 +34,7 @@ TORCH, HYDRA = (str(Path(inspect.getfile(each)).parent) for each in (torch, hydr
 SCALARS = (bool, int, float, str)
 GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
 """An argument of every optimizer, which the Task takes out and makes parameter groups of."""
-OF_DATA = {
-    name: inspect.signature(DataModule).parameters[name]
-    for name in ("drop_last", "eval_batch_size", "persistent_workers", "input")
-}
+OF_DATA = {name: inspect.signature(DataModule).parameters[name] for name in OF_EVERY_DATA}
 """Of every DataModule, whatever its constructor takes."""
 OF_TASK = {
     name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -137,11 +135,9 @@ def _parameters(target: Any) -> dict[str, inspect.Parameter]:
 def _check_type(value: Any, hint: Any, where: str) -> None:
     """Refuses only what is certain: a plain value where the annotation names other plain types, or
     a part."""
-    if hint is None or not isinstance(value, (*SCALARS, type(None))):
+    if hint is None or not isinstance(value, (*SCALARS, type(None))) or fits(value, hint):
         return
-    options = _options(hint)
-    if Any in options or type(value) in options or (float in options and type(value) is int):
-        return
+    options = options_of(hint)
     if any(option in SCALARS for option in options):
         raise unfit(where, value, hint)
     if all(map(_is_part, options)):
@@ -153,10 +149,6 @@ def _no_part(where: str, value: Any) -> UserError:
     path = in_full(value) if isinstance(value, str) else ""
     use = f"{where}._target_={path}" if path else f"{where}={{_target_:…}}"
     return UserError(f"{where}={shown(value)} is {kind_of(value)}; name its class: {use}")
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _is_part(option: Any) -> bool:

@@ -18,7 +18,7 @@ from hydra.errors import InstantiationException
 from dpframe.callbacks import Callback
 from dpframe.config.arguments import OF_ALL, SPECIAL, check, explain_call, values_of
 from dpframe.config.compose import Composed
-from dpframe.config.schema import RunSettings, is_off, shown
+from dpframe.config.schema import RunSettings, is_off
 from dpframe.config.target import find, see_own_folders
 from dpframe.data import DataModule
 from dpframe.errors import UserError, no_super
@@ -26,6 +26,7 @@ from dpframe.loggers import Logger
 from dpframe.schedules import LRSchedule, is_ours
 from dpframe.strategies import Strategy
 from dpframe.task import Task
+from dpframe.values import shown
 
 ATTRIBUTES = {"schedule": "lr_schedule"}  # where a task has an option by another name
 

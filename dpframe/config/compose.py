@@ -19,7 +19,7 @@ from dpframe import files
 from dpframe.config import modes
 from dpframe.config.errors import explain
 from dpframe.config.objective import Objective, objective_of
-from dpframe.config.schema import RunSettings, read_settings, shown
+from dpframe.config.schema import RunSettings, read_settings
 from dpframe.config.search import Configs, quoted, register_resolver
 from dpframe.config.start import (
     MACHINES,
@@ -34,6 +34,7 @@ from dpframe.config.start import (
 )
 from dpframe.errors import UserError
 from dpframe.trainer.settings import several_machines
+from dpframe.values import shown
 
 PLAIN = (type(None), bool, int, float, str)
 

@@ -14,16 +14,15 @@ from dpframe.config import modes, plugins
 from dpframe.config.hints import hint
 from dpframe.config.schema import (
     CONFIG_NAME,
-    KINDS,
     Group,
     defaults,
-    describe_type,
     groups,
     type_of,
 )
 from dpframe.config.start import MACHINES, key_of, value_of
 from dpframe.errors import UserError, first_line, nearest, suggestion
 from dpframe.trainer.settings import several_machines
+from dpframe.values import KINDS, describe_type
 
 
 class Menu(Protocol):

@@ -10,7 +10,7 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import yaml
 
@@ -22,6 +22,7 @@ from dpframe.config.search import Configs
 from dpframe.config.target import find, see_own_folders, taken_by
 from dpframe.errors import UserError
 from dpframe.trainer.settings import CHOICES, LEAST, POSITIVE
+from dpframe.values import options_of
 
 Schema = dict[str, Any]
 Nodes = list[tuple[str, dict[str, Any]]]
@@ -101,7 +102,7 @@ def _limited(schema: Schema, key: str) -> Schema:
 
 def _typed(hint: Any) -> Schema:
     """What is certain of an annotation: a value of plain types, or a list; else anything."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    options = options_of(hint)
     schemas = [PLAIN.get(option) for option in options]
     lists = [get_origin(option) in (list, Sequence, Iterable) for option in options]
     schemas = [{"type": "array"} if lists[i] else schema for i, schema in enumerate(schemas)]

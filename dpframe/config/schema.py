@@ -1,25 +1,27 @@
 """The keys of a config and their types, which Hydra checks every file and override against."""
 
-import types
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dpframe.config import modes
-from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
+from dpframe.data.settings import DataSettings
+from dpframe.errors import UserError, not_one_of, suggestion
 from dpframe.files import refuse_url
 from dpframe.schedules import check_schedule, is_ours
 from dpframe.trainer.keywords import ELSEWHERE_NAMES
-from dpframe.trainer.settings import TrainerSettings, scale_settings
+from dpframe.trainer.settings import TrainerSettings, check_seed, scale_settings
+from dpframe.values import refuse_below
 
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 PARTS = ("task", "data", "strategy")
+OF_EVERY_DATA = ("drop_last", "eval_batch_size", "persistent_workers", "input")  # has its class
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
 
@@ -67,8 +69,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         modes.refuse_unknown(self.mode)
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
+        check_seed(self.seed)
         if self.resume is not None and self.mode != "fit":
             raise UserError(
                 f"resume={self.resume} continues a training, but mode={self.mode}; "
@@ -194,76 +195,13 @@ def is_off(node: Any) -> bool:
     return node is None or (isinstance(node, Mapping) and node.get("_target_", "") is None)
 
 
-def shown(value: Any) -> str:
-    """A value as it is typed."""
-    words = {True: "true", False: "false", None: "null"}
-    if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
-    return words[value] if value is None or isinstance(value, bool) else str(value)
-
-
-KINDS = {
-    "bool": "a truth value",
-    "int": "a whole number",
-    "float": "a fraction",
-    "str": "text",
-    "NoneType": "nothing",
-    "list": "a list",
-    "dict": "a group of keys",
-    "ListConfig": "a list",
-    "DictConfig": "a group of keys",
-    "AnyNode": "one value",
-}
-WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    list: "a list",
-    list[str]: "a list of names",
-    list[int]: "a list of whole numbers",
-}
-
-
-def unfit(key: str, value: Any, hint: Any, choice: str = "") -> UserError:
-    """`hint` is the annotation of what the key takes."""
-    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {describe_type(hint)}{choice}")
-
-
-def kind_of(value: Any) -> str:
-    name = type(value).__name__
-    return KINDS.get(name, f"a {name}")
-
-
-def describe_type(hint: Any) -> str:
-    """A type annotation in words."""
-    if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
-        options = get_args(hint)
-        return " or ".join(
-            describe_type(each) for each in options if each is not int or float not in options
-        )
-    return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
-
-
-OR = {"workers": " or auto", "eval_batch_size": " or null"}
-
-
 def _check_data(data: Mapping[str, Any], mode: Any) -> None:
     """The keys that every DataModule has, before torch is imported to find the class."""
+    DataSettings(
+        **{key: data[key] for key in ("batch_size", "workers", *OF_EVERY_DATA) if key in data}
+    )
     if (name := data.get("input")) is not None and mode not in ("predict", "export"):
         raise UserError(
             f"data.input={name} is what to predict on, but mode={mode}; use mode=predict"
         )
     refuse_url("data.input", name or "")
-    if type(is_dropped := data.get("drop_last", False)) is not bool:
-        raise unfit("data.drop_last", is_dropped, bool)
-    if (stay := data.get("persistent_workers", True)) != "auto" and type(stay) is not bool:
-        raise unfit("data.persistent_workers", stay, bool, ", or auto")
-    for key, least in (("batch_size", 1), ("eval_batch_size", 1), ("workers", 0)):
-        value = data.get(key, least)
-        if (key, value) in (("workers", "auto"), ("eval_batch_size", None)):
-            continue
-        if type(value) is not int:
-            raise unfit(f"data.{key}", value, int, OR.get(key, ""))
-        refuse_below(f"data.{key}", value, least)

@@ -1,14 +1,28 @@
 """Data: which rows make which global batch, each replica's exact share of it, and who reads it."""
 
-from dpframe.data.loader import Loader as Loader
-from dpframe.data.module import Batch as Batch
-from dpframe.data.module import DataModule as DataModule
-from dpframe.data.module import Rows as Rows
-from dpframe.data.module import Share as Share
-from dpframe.data.module import is_tensors as is_tensors
-from dpframe.data.module import move as move
-from dpframe.data.module import placed as placed
-from dpframe.data.module import sets_of as sets_of
-from dpframe.data.module import split as split
-from dpframe.data.module import tensors_of as tensors_of
-from dpframe.data.order import permutation as permutation
+from typing import TYPE_CHECKING
+
+from dpframe.lazy import lazy
+
+if TYPE_CHECKING:
+    from dpframe.data.loader import Loader as Loader
+    from dpframe.data.module import Batch as Batch
+    from dpframe.data.module import DataModule as DataModule
+    from dpframe.data.module import Rows as Rows
+    from dpframe.data.module import Share as Share
+    from dpframe.data.module import is_tensors as is_tensors
+    from dpframe.data.module import move as move
+    from dpframe.data.module import placed as placed
+    from dpframe.data.module import sets_of as sets_of
+    from dpframe.data.module import split as split
+    from dpframe.data.module import tensors_of as tensors_of
+    from dpframe.data.order import permutation as permutation
+
+_HOMES = {
+    "Loader": "loader",
+    **dict.fromkeys(("Batch", "DataModule", "Rows", "Share", "is_tensors", "move"), "module"),
+    **dict.fromkeys(("placed", "sets_of", "split", "tensors_of"), "module"),
+    "permutation": "order",
+}
+# `dpframe.data.settings` never waits for torch.
+__getattr__, __dir__ = lazy(__name__, [*_HOMES], _HOMES)

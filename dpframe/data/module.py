@@ -393,8 +393,9 @@ def is_tensors(dataset: Any) -> bool:
 def tensors_of(dataset: Any) -> tuple[Tensor, ...]:
     """The tensors behind a data set that is nothing but tensors."""
     if type(dataset) is Subset:
-        rows = torch.as_tensor(dataset.indices)
-        return tuple(tensor.index_select(0, rows) for tensor in tensors_of(dataset.dataset))
+        tensors, rows = tensors_of(dataset.dataset), torch.as_tensor(dataset.indices)
+        rows = torch.where(rows < 0, rows + len(tensors[0]), rows)  # from the end, as in torch
+        return tuple(tensor.index_select(0, rows) for tensor in tensors)
     return dataset.tensors
 
 

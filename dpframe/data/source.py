@@ -14,9 +14,9 @@ from torch.utils.data import (
 )
 
 from dpframe.data.module import DataModule
+from dpframe.data.settings import BY_RANK, DataSettings
 from dpframe.errors import UserError
 
-BY_RANK = "by_rank"
 # Methods of a DataLoader by which it does not read.
 NOT_READ_BY = {"__init__", "__len__", "__setattr__", "check_worker_number_rationality"}
 
@@ -44,13 +44,7 @@ class Source:
         """Of what the DataModule's `method` returned; only `train` shuffles. A stream to `predict`
         is not divided, since its rows have an order."""
         trains = kind == "train"
-        if data.divided not in (None, BY_RANK):
-            raise UserError(f"data.divided={data.divided} is not known; set {BY_RANK}, or null")
-        if data.persistent_workers not in ("auto", True, False):
-            raise UserError(
-                f"data.persistent_workers={data.persistent_workers} is not known; "
-                "set auto, true or false"
-            )
+        DataSettings.of(data)
         if isinstance(given, DataLoader):
             return _of_loader(given, data, method, kind=kind)
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face

@@ -15,6 +15,7 @@ from dpframe.launch import environment
 from dpframe.loggers import Logger
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
+from dpframe.values import check_gpus
 
 if TYPE_CHECKING:
     from dpframe.strategies.sharding import Sharding
@@ -62,6 +63,7 @@ class Strategy:
         gpus: Gpus = None,
         accelerator: str = "auto",
     ) -> None:
+        check_gpus(gpus)
         self.gpus = gpus
         self.accelerator = accelerator
         self.device = torch.device("cpu")

@@ -13,10 +13,11 @@ from torch.distributed import DistError
 from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import Share, split
-from dpframe.errors import ABOVE_0, UserError, listed, refuse_below
+from dpframe.errors import UserError, listed
 from dpframe.strategies.base import FREEZE_ALIKE
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
+from dpframe.values import ABOVE_0, refuse_below
 
 # The same switch, under its newer name where torch has that.
 _names = inspect.signature(DistributedDataParallel).parameters

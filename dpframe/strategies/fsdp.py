@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpframe.data import Share, split
-from dpframe.errors import UserError, not_one_of, refuse_below
+from dpframe.errors import UserError, not_one_of
 from dpframe.parameters import Watched
 from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
 from dpframe.strategies.sharding import Sharding, sharded_in
+from dpframe.values import refuse_below
 
 OUTSIDE = (
     "strategy=fsdp has only this rank's part of a weight where its block is not called, e.g. in a "

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from dpframe.accelerator import cores
 from dpframe.data import split
-from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below
+from dpframe.errors import Interrupted, UserError
 from dpframe.launch import environment, local
 from dpframe.launch.peers import end_with_peers
 from dpframe.launch.rank import fail, has_parent
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
 from dpframe.strategies.group import GatherRows, GroupCollectives
+from dpframe.values import ABOVE_0, refuse_below
 
 with suppress(ImportError):  # it is deprecated, and there is nothing to guard without it
     # Before any group is open: by their defaults, its functions would keep that one for ever.

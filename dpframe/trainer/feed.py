@@ -22,7 +22,7 @@ from dpframe.data.prefetch import keep_on, prefetched
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
 from dpframe.data.workers import Workers, cores_per_rank, measured
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.profile import timed_batches
 from dpframe.trainer.progress import Progress
@@ -330,9 +330,6 @@ def _refuse_idle_ranks(batch_size: int, strategy: Strategy) -> None:
 
 
 def _measured_workers(source: Source, strategy: Strategy, seed: int) -> Workers:
-    if source.workers != "auto":
-        near = suggestion(str(source.workers), ["auto"])
-        raise UserError(f"data.workers={source.workers} is neither a whole number nor auto; {near}")
     workers = None
     if strategy.is_main:
         rows = Rows(source.dataset, source.collate)

@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +14,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
 from dpframe.trainer.recorder import RunInfo
-from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.settings import TrainerSettings, check_seed
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 CALLED: dict[type, tuple[str, ...]] = {
@@ -21,6 +22,7 @@ CALLED: dict[type, tuple[str, ...]] = {
     DataModule: tuple(name for name, value in vars(DataModule).items() if inspect.isroutine(value)),
     Callback: ("state_dict", "load_state_dict", "monitored"),
 }
+LISTED = {"callbacks": Callback, "loggers": Logger}
 NEAR = 0.88  # training_steps is near training_step, and a helper train_data not near train_dataset
 MEANT = {  # what is not spelt alike
     "train_step": "training_step",
@@ -78,27 +80,25 @@ THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what t
 }
 
 
+def lists_of(**given: Any) -> list[list[Any]]:
+    """The callbacks and the loggers, which may be any iterable of them."""
+    return [_list_of(name, parts, LISTED[name]) for name, parts in given.items()]
+
+
 def check(
-    task: Any,
-    data: Any,
-    strategy: Any,
-    settings: Any,
-    callbacks: list[Any],
-    loggers: list[Any],
-    run: Any,
+    task: Any, data: Any, strategy: Any, settings: Any, callbacks: list[Any], run: Any, seed: Any
 ) -> None:
+    check_seed(seed)
     parts: list[tuple[str, Any, Any, str]] = [
         ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
         ("task", task, Task, "an object of your Task"),
         ("strategy", strategy, Strategy | str | None, 'e.g. "ddp", or DataParallel(2)'),
         ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
         ("run", run, RunInfo | None, f"RunInfo(directory={run!r})"),
-        *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
-        *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
     ]
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
-            raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
+            raise _misfit(name, value, example)
     for part, name in ((task, "training"), (data, "workers")):
         if not hasattr(part, name):
             raise no_super(type(part))
@@ -119,6 +119,21 @@ def check(
         )
     for part in (task, data, *callbacks):
         _refuse_uncalled(part)
+
+
+def _list_of(name: str, parts: Any, kind: type) -> list[Any]:
+    is_list = isinstance(parts, Iterable) and not isinstance(parts, str)
+    listed = list(parts) if is_list else []
+    wrong = [part for part in listed if not isinstance(part, kind)] if is_list else [parts]
+    if wrong:
+        raise _misfit(name, wrong[0], f"a list of {kind.__name__}s")
+    return listed
+
+
+def _misfit(name: str, value: Any, example: str) -> UserError:
+    given = str(value)[:80]
+    given = type(value).__name__ if "\n" in given else given
+    return UserError(f"Trainer: {name}={given}; pass {example}")
 
 
 def _refuse_uncalled(part: Any) -> None:

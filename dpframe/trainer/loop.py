@@ -78,13 +78,13 @@ class Trainer(CallbackView):
         """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
         itself. `show_progress` is for a program's: see `display`."""
-        callbacks, loggers = list(callbacks), list(loggers)
-        given.check(task, data, strategy, settings, callbacks, loggers, run)
+        callbacks, loggers = given.lists_of(callbacks=callbacks, loggers=loggers)
+        given.check(task, data, strategy, settings, callbacks, run, seed)
         callbacks += self.display(callbacks, show_progress)
         self.task = task
         self.data = data
         self.settings = settings = with_settings(settings or TrainerSettings(), more, type(self))
-        self.seed = seed
+        self.seed = seed = int(seed)
         self.callbacks = in_order(callbacks)
         self.run = run or RunInfo()
         self.progress = Progress()

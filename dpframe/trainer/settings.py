@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
-from dpframe.errors import ABOVE_0, UserError, not_one_of, refuse_below, suggestion
+from dpframe.errors import UserError, not_one_of, suggestion
+from dpframe.values import ABOVE_0, check_gpus, check_type, check_types, fits, refuse_below
 
 CHOICES = {
     "precision": ("32", "64", "bf16", "fp16", "bf16-true", "16-true"),
@@ -126,6 +127,7 @@ class TrainerSettings:
                 if meant not in choices:
                     meant = None
                 raise not_one_of(f"trainer.{key}", value, choices, meant=meant)
+        check_types(self, "trainer")
         for key, least in LEAST.items():
             refuse_below(f"trainer.{key}", getattr(self, key), least)
         for key in SHARES:
@@ -152,7 +154,7 @@ class TrainerSettings:
             )
         self._check_compile()
         self._check_activations()
-        self._check_gpus()
+        check_gpus(self.gpus)
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(
                 "trainer.max_epochs, max_steps and max_seconds are all null: training would never "
@@ -222,8 +224,7 @@ class TrainerSettings:
             value = getattr(self, key)
             limits = value if isinstance(value, dict) else {"": value}
             for name, limit in limits.items():
-                is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-                if limit is not None and not (is_number and limit > 0):
+                if limit is not None and not (fits(limit, float) and limit > 0):
                     where = f"trainer.{key}.{name}".rstrip(".")
                     raise UserError(f"{where}={limit} is out of range; use a number above 0")
 
@@ -271,20 +272,11 @@ class TrainerSettings:
                 "modules; use e.g. trainer.checkpoint_activations=[net.layers.*]"
             )
 
-    def _check_gpus(self) -> None:
-        if self.gpus == 0 and type(self.gpus) is int:
-            raise UserError("trainer.gpus=0 is out of range; leave it out, and use strategy=cpu")
-        if self.gpus in (None, "auto", "all"):
-            return
-        ids = self.gpus if isinstance(self.gpus, list) else [self.gpus]
-        are_numbers = all(type(one) is int and one >= 0 for one in ids)
-        if not (ids and are_numbers and len(set(ids)) == len(ids)):
-            if self.gpus in (-1, "-1"):
-                raise UserError("trainer.gpus=-1 is no count; for all GPUs use trainer.gpus=all")
-            raise UserError(
-                f"trainer.gpus={self.gpus} is neither a count, a list of different ids, auto, all "
-                "nor null; use e.g. trainer.gpus=4, or trainer.gpus=[0,1,3]"
-            )
+
+def check_seed(seed: Any) -> None:
+    check_type("seed", seed, int)
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed={seed} is out of range; use 0 to 2**63 - 1")
 
 
 def several_machines(
@@ -310,7 +302,8 @@ class ScaleSettings:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        for key, least in (("batch_size", 1), ("factor", 1), ("warmup_steps", 0)):
+        check_types(self, "task.scale_lr")
+        for key, least in (("batch_size", 1), ("factor", 1.0), ("warmup_steps", 0)):
             refuse_below(f"task.scale_lr.{key}", getattr(self, key), least)
 
     def scale(self, rows: int) -> float:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpframe import UserError
-from dpframe.errors import ABOVE_0
 from dpframe.plugin import Composed, not_one_of, refuse_below
+from dpframe.values import ABOVE_0
 
 FOUND = ("batch_size", "lr")
 

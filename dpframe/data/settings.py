@@ -1,0 +1,35 @@
+"""What `data.*` may be of every DataModule; a recipe's class has keys of its own beside them."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from dpframe.values import check_types, refuse_below
+
+BY_RANK = "by_rank"
+
+
+@dataclass
+class DataSettings:
+    """The attributes of a DataModule, with the same defaults."""
+
+    batch_size: int = 32
+    workers: int | Literal["auto"] = 0
+    shuffle: bool = True
+    divide_streams: bool = False
+    divided: Literal["by_rank"] | None = None
+    drop_last: bool = False
+    eval_batch_size: int | None = None
+    input: str | None = None
+    persistent_workers: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_types(self, "data")
+        refuse_below("data.batch_size", self.batch_size)
+        refuse_below("data.eval_batch_size", self.eval_batch_size)
+        if self.workers != "auto":
+            refuse_below("data.workers", self.workers, 0)
+
+    @classmethod
+    def of(cls, data: Any) -> Self:
+        """Those of a DataModule, when it is read."""
+        return cls(**{each.name: getattr(data, each.name) for each in fields(cls)})
