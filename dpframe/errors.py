@@ -118,8 +118,13 @@ def metric_of(key: str, name: str, metrics: Mapping[str, float]) -> float:
     if name.startswith("train/") and not any(other.startswith("train/") for other in metrics):
         return math.nan
     if name not in metrics:
-        raise UserError(f"{key}={name} is not measured; {suggestion(name, metrics)}")
+        raise unmeasured(key, name, metrics)
     return metrics[name]
+
+
+def unmeasured(key: str, name: str, metrics: Iterable[str], more: str = "") -> UserError:
+    """`more` says where else the metric could come from."""
+    return UserError(f"{key}={name} is not measured{more}; {suggestion(name, metrics)}")
 
 
 def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") -> UserError:

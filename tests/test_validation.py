@@ -1,6 +1,7 @@
 """Validation as it is asked for: several sets by name, how often, how much of them, and before."""
 
 import json
+import logging
 import math
 import random
 from copy import deepcopy
@@ -16,10 +17,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpframe import Callback, Strategy, Trainer, TrainerSettings, UserError, seeding
-from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.callbacks import Checkpoint, EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
+log = logging.getLogger(__name__)
 STRATEGIES = [Strategy(), DataParallel(3, "cpu"), DDP(3, "cpu")]
 each_strategy = pytest.mark.parametrize(
     "strategy", STRATEGIES, ids=["cpu-1", "data_parallel-3", "ddp-3"]
@@ -289,6 +291,53 @@ def test_a_monitored_number_may_come_from_a_callback_or_from_training():
         callbacks = [Draw(), *map(EarlyStopping, monitors)]
         with pytest.raises(UserError, match="monitor=val/mine is not measured"):
             trainer(callbacks=callbacks, sanity_batches=1).prepare()
+
+
+class Counts(Callback):
+    """Logs nothing: its `log` is another one."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        log.info("epoch %s", trainer.epoch)
+
+    on_validation_end = on_epoch_end
+
+
+class Inherits(Adds):
+    def on_epoch_end(self, trainer: Trainer) -> None: ...
+
+
+class Decorated(Callback):
+    @torch.no_grad()
+    def on_validation_end(self, trainer: Trainer) -> None:
+        (lambda numbers: trainer.log(numbers))({"val/mine": 1.0})
+
+
+class Indirect(Callback):
+    logs = True
+
+    def on_validation_end(self, trainer: Trainer) -> None:
+        add_to(trainer)
+
+
+def add_to(trainer: Trainer) -> None:
+    trainer.log({"val/mine": 1.0})
+
+
+def test_a_misspelt_monitor_is_refused_before_training_beside_callbacks_that_log_nothing():
+    line = (
+        "callbacks.checkpoint.monitor=val/maee is not measured, and no callback is seen to log it "
+        "(one that does so by a function sets logs = True); did you mean val/mae?"
+    )
+    with pytest.raises(UserError) as caught:
+        trainer(callbacks=[Counts(), Checkpoint("val/maee")], sanity_batches=1).prepare()
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize("kind", [Adds, Inherits, Decorated, Indirect])
+def test_a_callback_may_log_what_another_one_watches(kind):
+    stopping = EarlyStopping("val/mine")
+    made = fitted(callbacks=[Counts(), stopping, kind()], sanity_batches=1)
+    assert made.metrics["val/mine"] == 1.0 == stopping.monitor.best
 
 
 class Weightless(Small):

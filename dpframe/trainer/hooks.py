@@ -6,12 +6,15 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dis import get_instructions
+from inspect import isfunction, unwrap
 from itertools import chain
+from types import CodeType
 from typing import Any
 from weakref import ref
 
 from dpframe.data import Batch
-from dpframe.errors import UserError, listed, metric_of, miscalled, suggestion
+from dpframe.errors import UserError, listed, miscalled, suggestion
 from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
@@ -30,6 +33,7 @@ ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "o
 """Where hooks may call the task, e.g. to draw samples, in one process alone."""
 TOLERANCE = 1e-6  # of what processes log: other devices may round otherwise
 SHOWN = 3  # numbers that were logged
+UNSEEN = ", and no callback is seen to log it (one that does so by a function sets logs = True)"
 
 
 class Hooks:
@@ -46,7 +50,8 @@ class Hooks:
         """`callbacks` are in their order: see `in_order`."""
         self._task = task
         self._strategy = strategy
-        self._lists = overridden([task, *callbacks])
+        self._parts = [task, *callbacks]
+        self._lists = overridden(self._parts)
         self.log_check: LogCheck | None = None
         if strategy.world_size > 1 and not all(map(is_own, chain(*self._lists.values()))):
             self.log_check = LogCheck(strategy.collectives)
@@ -108,13 +113,14 @@ class Hooks:
         """Metrics that callbacks and schedulers wait for, by their keys, and that nothing
         measures."""
         for key, name in monitored:
-            if not (name.startswith("train/") or self.may_log(name)):
-                metric_of(key, name, dict.fromkeys(measured, 0.0))
+            if not (name in measured or name.startswith("train/") or self.may_log(name)):
+                has_others = not all(map(is_own, chain(*self._lists.values())))
+                raise unmeasured(key, name, measured, UNSEEN if has_others else "")
 
     def may_log(self, name: str) -> bool:
-        """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
-        of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS
-        return any(not is_own(hook) for at in of_these for hook in self._lists[at])
+        """Whether a hook could add this number by `trainer.log`."""
+        hooks = overridden([part for part in self._parts if logs(part)])
+        return any(hooks[at] for at in (AROUND_VALIDATION if name.startswith("val/") else HOOKS))
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
@@ -132,6 +138,23 @@ def name_callback(error: BaseException) -> None:
             found = f"{type(error).__name__} in {name} of the callback {type(owner).__name__}"
     if found:
         error.add_note(found)
+
+
+def logs(part: object) -> bool:
+    """Whether hooks of it log numbers: its class says so, or a method of it reads `trainer.log`."""
+    said = getattr(type(part), "logs", None)
+    if isinstance(said, bool):
+        return said
+    found = chain.from_iterable(vars(kind).values() for kind in type(part).__mro__)
+    methods = [unwrap(each) for each in found if isfunction(each)]
+    return any(isfunction(method) and _reads_log(method.__code__) for method in methods)
+
+
+def _reads_log(code: CodeType) -> bool:
+    """As an attribute: a global of this name is e.g. a logger."""
+    read = [each.opname for each in get_instructions(code) if each.argval == "log"]
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return any(name != "LOAD_GLOBAL" for name in read) or any(map(_reads_log, inner))
 
 
 def is_own(hook: Hook) -> bool:
