@@ -11,6 +11,7 @@ from small import Small
 from dpframe.config.build import build, check
 from dpframe.config.target import find
 from dpframe.errors import UserError
+from dpframe.task import Task
 from dpframe.trainer.callback import Callback
 
 OWN = """
@@ -169,10 +170,11 @@ def test_an_argument_that_fits_is_built(arguments, own):
 def test_what_is_not_of_the_kind_is_refused(own):
     line = said(check, {"_target_": "own.Typed", "count": 1}, "callbacks.x", Callback)
     assert line.startswith("callbacks.x._target_=own.Typed is not a dpframe Callback; ")
+    without = "has no _target_; name its class"
     for node, name in ((5, "callbacks.x=5"), ({"a": 1}, "callbacks.x")):
-        assert (
-            said(check, node, "callbacks.x", Callback) == f"{name} has no _target_; name its class"
-        )
+        off = f"{name} {without}, or leave it out by callbacks.x=null"
+        assert said(check, node, "callbacks.x", Callback) == off
+    assert said(check, {"a": 1}, "task", Task) == f"task {without}"
 
 
 def test_what_a_constructor_says_of_its_arguments_is_one_line(own):

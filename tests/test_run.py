@@ -70,7 +70,11 @@ def test_what_can_not_go_on_exactly_is_refused_with_all_that_differs(resumed):
             "task.optimizer.lr=0.02 there, 0.5 here; data.batch_size=128 there, 64 here; "
             "set back what has changed, or set resume_anyway=true\n",
         ),
-        "nowhere": (2, "dpframe: resume=nowhere: there is no such file\n"),
+        "nowhere": (
+            2,
+            "dpframe: resume=nowhere: there is no such file; use resume=last, of the newest run, "
+            "or a run's directory, or a checkpoint\n",
+        ),
         "last": (
             2,
             "dpframe: resume=last: there is no run with a checkpoint in outputs/lenet\n",

@@ -19,7 +19,9 @@ from dpframe.config.schema import OF_EVERY_DATA, is_off
 from dpframe.config.target import find, in_full, taken_by
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of, suggestion
+from dpframe.loggers import Logger
 from dpframe.scheduler_lengths import is_filled_in
+from dpframe.task import Task
 from dpframe.values import fits, kind_of, options_of, shown, unfit
 
 SPECIAL: dict[str, Any] = {  # the keys that are about the call itself
@@ -42,6 +44,11 @@ OF_TASK = {
 }
 MODULES = ("task.module", "data.module")  # of dpframe.lightning
 OF_ALL = {"data": OF_DATA, "task": OF_TASK}
+OF_LIGHTNING: dict[type, tuple[str, str]] = {  # its class for a part, and what to do with it
+    Callback: ("Callback", "docs/from-lightning.md lists dpframe's, e.g. callbacks=ema"),
+    Task: ("LightningModule", "use recipe=lightning task.module._target_={}"),
+    DataModule: ("LightningDataModule", "use recipe=lightning data.module._target_={}"),
+}
 MADE_LATER = (optim.Optimizer, LRScheduler)  # by the Task
 
 
@@ -60,7 +67,8 @@ def check(node: Any, where: str, kind: type | None = None) -> None:
             return
     elif kind is not None:
         given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
-        raise UserError(f"{given} has no _target_; name its class")
+        off = "" if kind not in (Callback, Logger) else f", or leave it out by {where}=null"
+        raise UserError(f"{given} has no _target_; name its class{off}")
     for place, value in values_of(node, where):
         check(value, place)
 
@@ -85,12 +93,11 @@ def _check_kind(target: Any, given: str, kind: type) -> None:
     made = target if isinstance(target, type) else _hints(target).get("return")
     if not isinstance(made, type) or issubclass(made, kind):
         return
-    if kind is Callback and any(base.__name__ == "Callback" for base in made.__mro__):
-        raise UserError(
-            f"{given} is a Callback of Lightning's; docs/from-lightning.md lists dpframe's, e.g. "
-            "callbacks=ema"
-        )
     name = kind.__name__
+    theirs, instead = OF_LIGHTNING.get(kind, ("", ""))
+    if any(base.__name__ == theirs for base in made.__mro__):
+        use = instead.format(given.partition("=")[2])
+        raise UserError(f"{given} is a {theirs} of Lightning's; {use}")
     raise UserError(f"{given} is not a dpframe {name}; name a class or a function that makes one")
 
 

@@ -126,7 +126,7 @@ class _Mistake:
             return f"there is no group {group}; write override /{inner}: {option}"
         if not names or not group:
             return ""
-        near = suggestion("data_parallel" if option == "dp" else option, names)
+        near = ELSEWHERE.get(option) or suggestion(option, names)
         there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
         kind = group.rpartition("/")[2].removesuffix("s")
         return f"{group}={option}: there is no such {kind}; {near}{there}"
@@ -210,6 +210,14 @@ class _Mistake:
         return self.menu.options(group) if self.menu and re.fullmatch(r"[\w/]+", group) else []
 
 
+ELSEWHERE = {  # options of other frameworks
+    "dp": "did you mean data_parallel?",
+    "model_checkpoint": "callbacks.checkpoint.* is on by default",
+    **dict.fromkeys(("lr_monitor", "learning_rate_monitor"), "step/lr is always logged"),
+    **dict.fromkeys(
+        ("model_summary", "rich_progress_bar", "tqdm_progress_bar"), "callbacks=default shows it"
+    ),
+}
 OF_A_RECIPE = {  # of its newest run; what else one may type
     "resume=last": "a run: resume=DIR",
     "checkpoint=best": "a file: checkpoint=FILE",

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from dpframe.config import modes
-from dpframe.config.schema import OPEN, PARTS, WHOLE
+from dpframe.config.schema import OPEN, PARTS, SWITCHES, WHOLE
 from dpframe.errors import nearest, suggestion
 from dpframe.trainer.settings import ScaleSettings
 
@@ -94,6 +94,8 @@ def _at_the_top(config: Mapping[str, Any], head: str, name: str) -> str:
         return modes.UNINSTALLED[head]
     if name in WHOLE:
         return f"nothing in this config has {name}"
+    if head in SWITCHES:
+        return f"did you mean {SWITCHES[head]}?"
     names = {*config, *WHOLE, *(str(key) for _, node in _groups(config) for key in node)}
     for word in dict.fromkeys((head, name)):
         near = nearest(word, names, cutoff=0.7)

@@ -117,6 +117,7 @@ FLAGS = {  # what to type for an option of other programs that has not the name 
     **{name: f"mode={meant}" for name, meant in modes.MEANT.items()},
     "debug": "experiment=debug",
 }
+SWITCHES = {**FLAGS, "train": "mode=fit", "test": "test_after_fit=true"}  # keys of other programs
 
 
 @cache
@@ -176,7 +177,8 @@ def _refuse_unknown(values: Iterable[str], known: Iterable[str], prefix: str = "
     for name in values:
         if name not in known:
             near = suggestion(name, known).replace("mean ", f"mean {prefix}")
-            near = f"did you mean {WHOLE[name]}?" if name in WHOLE else near
+            meant = WHOLE.get(name) or (not prefix and SWITCHES.get(name))
+            near = f"did you mean {meant}?" if meant else near
             raise UserError(f"there is no key {prefix}{name}; {near}")
 
 

@@ -37,6 +37,10 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "trainer.data_on_device",
 )
 OF_TRAINING = ("test_after_fit",)
+RESUMES_BEST = (
+    "resume=best: a run continues from its newest checkpoint: use resume=last; checkpoint=best "
+    "begins a new run with the best weights"
+)
 LIMITS = [  # for a short run; an evaluation reads all rows
     f"trainer.limit_{kind}_batches" for kind in ("eval", "val", "test", "predict")
 ]
@@ -275,5 +279,9 @@ def _file(key: str, name: str) -> Path:
         words = WORDS if key == "checkpoint" else ("last",)
         near = nearest(name, words, cutoff=0.7)
         hint = f"; did you mean {key}={near}?" if near and path.name not in words else ""
+        if key == "resume" and name == "best":
+            raise UserError(RESUMES_BEST)
+        if key == "resume" and not hint:
+            hint = "; use resume=last, of the newest run, or a run's directory, or a checkpoint"
         raise UserError(f"{key}={path}: there is no such file{hint}")
     return path

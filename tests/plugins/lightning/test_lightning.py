@@ -694,13 +694,21 @@ def test_what_is_no_lightning_module_is_one_line(tmp_path):
         assert line.code == 2 and line.err.count("\n") == 1 and says in line.err
 
 
-def test_a_callback_of_lightnings_is_refused_with_what_to_use(tmp_path):
+def test_a_part_of_lightnings_is_refused_with_what_to_use(tmp_path):
     write(tmp_path, {"mine.py": "import lightning as L\n\n\nclass Watch(L.Callback): ...\n"})
-    (done,) = lines(["+callbacks.watch._target_=mine.Watch"], folder=tmp_path)
-    assert done.code == 2 and done.err.splitlines()[-1] == (
-        "dpframe: callbacks.watch._target_=mine.Watch is a Callback of Lightning's; "
-        "docs/from-lightning.md lists dpframe's, e.g. callbacks=ema"
-    )
+    parts = {
+        "+callbacks.watch._target_=mine.Watch": "Callback of Lightning's; docs/from-lightning.md "
+        "lists dpframe's, e.g. callbacks=ema",
+        "task._target_=lit.Regression": "LightningModule of Lightning's; use recipe=lightning "
+        "task.module._target_=lit.Regression",
+        "data._target_=lit.Rows": "LightningDataModule of Lightning's; use recipe=lightning "
+        "data.module._target_=lit.Rows",
+    }
+    done = lines(*([part] for part in parts), folder=tmp_path)
+    for line, (part, says) in zip(done, parts.items(), strict=True):
+        assert line.code == 2 and line.err.splitlines()[-1] == (
+            f"dpframe: {part.removeprefix('+')} is a {says}"
+        )
 
 
 # ---- a resume
