@@ -86,6 +86,47 @@ def test_a_training_step_that_validation_calls_is_named_in_its_errors():
         trainer(Bare()).validate()
 
 
+class Slips(Small):
+    def training_step(self, batch):
+        return {"los": super().training_step(batch)["loss"]}
+
+
+class CallsBackward(Small):
+    def training_step(self, batch):
+        output = super().training_step(batch)
+        output["loss"].backward()
+        return output
+
+
+class Explodes(Small):
+    def validation_step(self, batch):
+        batch[0].sum().backward()
+
+
+@pytest.mark.parametrize("strategy", [None, DataParallel(2, "cpu")])
+def test_a_slip_in_a_training_step_is_told_as_one_before_training(strategy):
+    for task, line in (
+        (Slips(), "Slips.training_step returned a dict without 'loss' (it has los); return {"),
+        (
+            CallsBackward(),
+            "CallsBackward.training_step calls backward(), which the Trainer does wi",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+            trainer(task, strategy=strategy, sanity_batches=1).prepare()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        trainer(Explodes(), strategy=strategy, sanity_batches=1).prepare()
+
+
+def test_a_training_step_may_measure_other_things_in_a_validation():
+    class Measures(Small):
+        def training_step(self, batch):
+            output = super().training_step(batch)
+            return output if self.training else {"mae": output["mae"]}
+
+    assert fitted(Measures(), sanity_batches=1).metrics.keys() >= {"train/loss", "val/mae"}
+
+
 def test_what_a_step_or_a_data_set_returns_is_refused_by_its_name():
     for lines in (STEPS, DATA):
         for case, line in lines.items():

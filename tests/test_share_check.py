@@ -169,7 +169,9 @@ NOT_COMPARED = {
     "it draws by Python's or NumPy's random numbers": lambda t, x, y, _: (
         error(t, x, y).mean() * random.random() * np.random.rand()
     ),
-    "a step of a few rows says: an even number of rows": lambda t, x, y, _: uneven(),
+    "in evaluation mode, a step of a few rows says: an even number of rows": lambda t, x, y, _: (
+        uneven()
+    ),
 }
 
 
@@ -344,8 +346,8 @@ def test_a_step_that_can_not_be_tried_later_on_is_said():
 
     made = trainer(Ending(), strategy=TWO(), max_epochs=4)
     assert made.prepare().notes == [
-        "the share check has not compared the loss at step 5: a step of a few rows says: the "
-        "curriculum has one epoch"
+        "the share check has not compared the loss at step 5: in evaluation mode, a step of a few "
+        "rows says: the curriculum has one epoch"
     ]
 
 

@@ -1,9 +1,12 @@
 """What a step may return, and what is made of it: its loss, losses by name, and weights."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 
 from dpframe.accelerator import has_float64
 from dpframe.data import move
-from dpframe.errors import UserError
+from dpframe.errors import UserError, nearest
 from dpframe.metrics import SOMETIMES_WEIGHTED, Weighed, described, is_number
 from dpframe.rows import current_share, gather_shares
 from dpframe.strategies.collectives import Collectives
@@ -21,6 +24,8 @@ Measured = tuple[int, Output]
 """The rows of a share, and what the step measured on them."""
 READ_AT_ONCE = {"cpu"}  # devices whose numbers can be read without waiting for the device
 HOW = '{"loss": {"boxes": (mean, how_many), ...}}'
+MISSPELT = 0.85  # los is near loss, and loss_a is not
+NO_GRADIENT = "does not require grad"  # torch says
 MOST_LOSSES = 128  # by name: a share sends as many counts, however many it has
 
 
@@ -39,6 +44,9 @@ def check_evaluated(output: Any, task: Task, step: str) -> None:
     if step == "validation_step" and not task.has_own(step):
         step = "training_step"
     name = f"{type(task).__name__}.{step}"
+    is_training = step == "training_step" and isinstance(output, dict)
+    if is_training and "loss" not in output and _is_misspelt(*map(str, output)):
+        raise UserError(f"{name} returned {_describe(output)}")
     if not isinstance(output, dict) or not output:
         what = "an empty dict" if output == {} else type(output).__name__
         raise UserError(
@@ -47,6 +55,28 @@ def check_evaluated(output: Any, task: Task, step: str) -> None:
     for key, value in output.items():
         if not is_number(value):
             raise UserError(f"{name} returned {key!r} {described(value)}")
+
+
+@lru_cache
+def _is_misspelt(*names: str) -> bool:
+    """Whether one of them is meant to be the loss."""
+    return bool(nearest("loss", filter(str.isalpha, names), cutoff=MISSPELT))
+
+
+@contextmanager
+def explain_backward(task: Task) -> Iterator[None]:
+    """Tells of a training_step that calls backward, which a validation meets first."""
+    try:
+        yield
+    except RuntimeError as error:
+        called = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+        if NO_GRADIENT not in str(error) or not {"training_step", "backward"} <= called:
+            raise
+        name = type(task).__name__
+        raise UserError(
+            f"{name}.training_step calls backward(), which the Trainer does with the loss that it "
+            "returns; leave it out, or write a validation_step where it is for something else"
+        ) from error
 
 
 def is_nothing(output: Output) -> bool:

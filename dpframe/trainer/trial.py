@@ -177,7 +177,8 @@ class Trial:
         except Exception as error:
             if memory.ran_out(error) or isinstance(error, Moved):
                 raise
-            raise NotCompared(f"a step of a few rows says: {first_line(error)}") from None
+            said = first_line(error)
+            raise NotCompared(f"in evaluation mode, a step of a few rows says: {said}") from None
         numbers = [each.whole for each in pairs if each.name == "loss" or not self.trains]
         self.is_told |= any(number and math.isfinite(number) for number in numbers)
         return self._trusted([each for each in pairs if not each.off <= limit], whole)
