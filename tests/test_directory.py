@@ -1,5 +1,6 @@
 """A run's directory: one each, made when all is checked, unmade when nothing was trained."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,32 @@ def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
     assert [Path(one.make({})).name for one in both] == ["now", "now-2"]
     for one in both:
         one.release()
+
+
+MOVES = """
+import os
+
+from dpframe.recipes.boston import Boston
+
+
+class Moves(Boston):
+    def setup(self, trainer):
+        os.makedirs("elsewhere", exist_ok=True)
+        os.chdir("elsewhere")
+"""
+
+
+def test_a_setup_that_changes_the_working_directory_does_not_move_the_run(tmp_path):
+    write(tmp_path, {"moves.py": MOVES})
+    moves = ["task._target_=moves.Moves", "callbacks.progress=null"]
+    line = ["recipe=boston", *moves, "hydra.run.dir=run", "trainer.max_epochs=1"]
+    first, again = attempts([line, ["resume=run", *moves, "trainer.max_epochs=2"]], tmp_path)
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert {"summary.json", "checkpoints", "run.log"} <= {
+        p.name for p in (tmp_path / "run").iterdir()
+    }
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 2
 
 
 # What a stranger's file could say, and what the one line names.

@@ -1,5 +1,6 @@
 """A Trainer that is made in Python: its strategy, its devices, and where its files go."""
 
+import os
 import random
 import sys
 import threading
@@ -355,6 +356,22 @@ def fail(trainer: Any) -> None:
 
 def resumed(directory: Path) -> None:
     fitted(callbacks=[Checkpoint()], directory=directory, resume="last")
+
+
+class Moves(Small):
+    def setup(self, trainer):
+        os.chdir(Path.cwd().parent)
+
+
+def test_the_directory_of_a_run_is_where_the_program_has_named_it(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run = RunInfo(directory="run")
+    Trainer(Moves(), Rows(), max_epochs=1, run=run, callbacks=[Checkpoint()]).fit()
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert (tmp_path / "here" / "run" / "checkpoints" / "last.ckpt").is_file()
+    with pytest.raises(UserError, match="^directory=3 is a whole number; use text or Path"):
+        RunInfo(directory=3)
 
 
 def test_without_files_no_directory_is_needed_or_named(capsys):

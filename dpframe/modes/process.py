@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ def perform(
 ) -> dict[str, Any]:
     """Does a mode's `work` in this process, and returns the run's summary."""
     job, said = elastic.find(job, strategy)
+    here = Path.cwd()
     state = _load_start(job, strategy)
     for device in strategy.local_devices:
         memory.begin_peak(device)  # of the run before, in a sweep
@@ -65,10 +66,13 @@ def perform(
     with explain(trainer):
         notes = [said, *_load_and_prepare(job, trainer, state)]
     signals.raise_if_signaled()
+    if Path.cwd() != here:  # a setup has changed it, and paths were typed before
+        start = job.start and here / job.start
+        job = replace(job, run_dir=str(here / job.run_dir), start=start)
     directory = _directory(job)
     path = _make(directory, job, trainer, strategy)
     with _ending_noted(job, trainer, strategy, directory):
-        with explain(trainer):
+        with explain(trainer), chdir(here):
             _look_again(job, trainer)
         with output.logging_to(Path(path), rank=strategy.rank, logs_error=not has_parent()):
             for line in filter(None, notes):

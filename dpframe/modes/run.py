@@ -6,6 +6,7 @@ A run is: `run` -> the mode's `run` -> `launch` -> in each process `_run_rank` -
 import os
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -125,7 +126,8 @@ def _resume(job: Composed, directory: str) -> tuple[Composed, str]:
 @explain_exits()
 def _run_rank(job: Composed, work: Work) -> dict[str, Any]:
     """In every process of the job."""
-    with signals.watched(job.settings.trainer.hang_seconds), process_settings_restored():
+    hang_seconds = job.settings.trainer.hang_seconds
+    with signals.watched(hang_seconds), process_settings_restored(), chdir("."):
         see_own_folders(job.config, job.config_dir, job.start)
         strategy = strategy_of(job)()
         signals.raise_if_signaled()

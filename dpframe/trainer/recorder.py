@@ -1,6 +1,7 @@
 """What a run tells its loggers: its config and its numbers."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.profile import timed
+from dpframe.values import check_type
 
 BETWEEN_FLUSHES = 0.2  # seconds
 log = logging.getLogger("dpframe")
@@ -38,7 +40,10 @@ class RunInfo:
     is_claimed: bool = False  # by whoever made it: nothing there is another run's
 
     def __post_init__(self) -> None:
+        check_type("directory", self.directory, str | Path)
         refuse_url("directory", self.directory)
+        if self.directory:  # a setup may change the working directory
+            self.directory = os.path.abspath(self.directory)
 
 
 class Recorder:
