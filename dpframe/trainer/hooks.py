@@ -14,7 +14,7 @@ from typing import Any
 from weakref import ref
 
 from dpframe.data import Batch
-from dpframe.errors import UserError, listed, miscalled, suggestion
+from dpframe.errors import UserError, listed, miscalled, suggestion, unmeasured
 from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
