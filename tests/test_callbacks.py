@@ -273,6 +273,50 @@ def test_ranks_that_log_other_numbers_are_refused_before_anything_reads_them():
         assert by_rank == lines, (name, hook)
 
 
+# trainer.stop on one rank
+
+
+def stops_alone(strategy: Strategy, hook: str, *, log_every: int) -> list[tuple[int, int, str]]:
+    """Where each rank ends if rank 1 wants to stop at the first of these hooks from step 3 on."""
+
+    def stop(t):
+        if t.strategy.rank == 1 and t.global_step >= (0 if hook == "on_fit_start" else 3):
+            t.stop("no disk")
+
+    hooks, rows = Hooks(**{hook: stop}), Rows(40)
+    settings = {"max_epochs": 50, "log_every": log_every, "validate_every_steps": 5}
+    one = fitted(data=rows, strategy=strategy, callbacks=[hooks], **settings)
+    return strategy.collectives.gather((one.global_step, one.epoch, one.stop_reason))
+
+
+ALONE = {  # the step after which all end: of a hook between two meetings, the next one at last
+    "on_fit_start": (0, 0),
+    "on_epoch_start": (11, 15),
+    "on_batch_start": (4, 5),
+    "on_before_step": (4, 5),
+    "on_step_end": (3, 5),
+    "on_validation_start": (5, 5),
+    "on_validation_batch_end": (5, 5),
+    "on_validation_end": (5, 5),
+    "on_epoch_end": (10, 10),
+}
+
+
+def all_that_stop_alone(strategy: Strategy) -> dict[str, Any]:
+    found = {hook: stops_alone(strategy, hook, log_every=50) for hook in ALONE}
+    found["on_step_end, logged"] = stops_alone(strategy, "on_step_end", log_every=3)
+    return found
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+def test_a_rank_that_stops_alone_ends_all_of_them_at_the_same_step_with_its_reason(kind):
+    found = on(kind(2, "cpu", timeout_seconds=10), all_that_stop_alone)
+    for hook, (first, last) in {**ALONE, "on_step_end, logged": (3, 3)}.items():
+        (step, epoch, reason), *others = found[hook]
+        assert first <= step <= last and epoch == step // 10, (hook, step, epoch)
+        assert reason == "no disk" and others == [(step, epoch, reason)], hook
+
+
 # Early stopping
 
 

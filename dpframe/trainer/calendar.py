@@ -38,6 +38,7 @@ class Calendar:
             self._validate_every is not None or self._validates_after
         )
         self._poll_at = 0  # steps
+        self._is_alone = stop_poll.collectives.world_size == 1
 
     def logs(self, step: int) -> bool:
         return step % self._log_every == 0
@@ -58,24 +59,25 @@ class Calendar:
         is_extra = not (is_due or self.validates(progress))
         return EpochEnd(epochs, is_whole, is_last, is_due or is_last, is_extra)
 
-    # ---- clock and signals, at which all processes look after the same steps
+    # ---- what ends training, at which all processes look after the same steps
 
     def begin(self, step: int) -> None:
         self._poll_at = self._stop_poll.begin(step)
 
     def polls(self, step: int) -> bool:
-        return step >= self._poll_at
+        return step >= self._poll_at or not (self._is_alone or step % self._log_every)
 
     def has_polled(self, step: int) -> bool:
         return self._stop_poll.done == step
 
-    def poll(self, step: int) -> str:
-        """Why to stop, or ""; a signal is raised in every process."""
-        self._poll_at, self.clock = self._stop_poll.poll(step)
+    def poll(self, step: int, wish: str | None) -> str | None:
+        """Why all processes stop, if they do: by the clock, or by a wish, i.e. the reason of one of
+        them. A signal is raised in every process."""
+        self._poll_at, self.clock, wish = self._stop_poll.poll(step, wish)
         limit = self._settings.max_seconds
         if limit is not None and self.clock > limit:
             return f"trainer.max_seconds={limit:g} are over"
-        return ""
+        return wish
 
 
 class StopPoll:
@@ -86,7 +88,7 @@ class StopPoll:
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
-        self._strategy = strategy
+        self.collectives = strategy.collectives
         self._interruption = interruption
         self.done = 0  # at the last poll
         self._every = 1  # how many steps, or batches, are between two polls
@@ -98,20 +100,23 @@ class StopPoll:
             self._interruption.begin()
         return done + self._every  # as last agreed: a short validation needs no poll
 
-    def poll(self, done: int) -> tuple[int, float]:
-        """After `done` steps or batches: when to poll again, and the main process's seconds.
+    def poll(self, done: int, wish: str | None = None) -> tuple[int, float, str | None]:
+        """After `done` steps or batches: when to poll again, the main process's seconds, and the
+        first wish of all processes'.
 
         A signal is raised in every process, whichever of them it was sent to.
         """
-        now = time.perf_counter()
-        pace = (done - self.done) / (now - self._polled_at)
+        now, wanted = time.perf_counter(), float(self._every)
+        if done > self.done:
+            pace = (done - self.done) / (now - self._polled_at)
+            wanted = min(pace * BETWEEN_SECONDS, LONGEST)
         self.done, self._polled_at = done, now
         seen = None if self._interruption is None else self._interruption.number
         pauses = self._interruption is not None and self._interruption.is_to_pause
-        clock = now - self._began if self._strategy.is_main else 0.0
-        wanted = min(pace * BETWEEN_SECONDS, LONGEST)
-        steps, clock, pausing, *counts = self._strategy.collectives.sum_numbers(
-            [wanted, clock, float(pauses), *(float(seen == number) for number in SIGNALS)]
+        clock = now - self._began if self.collectives.is_main else 0.0
+        own = wanted, clock, float(pauses), float(wish is not None)
+        steps, clock, pausing, wishes, *counts = self.collectives.sum_numbers(
+            [*own, *(float(seen == number) for number in SIGNALS)]
         )
         most = max(counts)
         if most:
@@ -121,5 +126,8 @@ class StopPoll:
             paused = time.perf_counter() - now
             self._began += paused
             self._polled_at += paused
-        self._every = max(1, int(steps / self._strategy.world_size))
-        return done + self._every, clock
+        self._every = max(1, int(steps / self.collectives.world_size))
+        if 0 < wishes < self.collectives.world_size:
+            gathered = self.collectives.gather(wish)
+            wish = self.collectives.broadcast(next(filter(None, gathered), ""))
+        return done + self._every, clock, wish

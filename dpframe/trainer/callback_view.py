@@ -43,7 +43,8 @@ class CallbackView:
     is_extra_validation = False  # at the end of training: a longer run would not make it
     metrics: dict[str, float]
     checkpoint: str | None  # the newest that this process has saved
-    should_stop = False
+    is_over = False  # training, in all processes
+    should_stop = False  # after `stop`, here at least
     stop_reason = ""
 
     @property
@@ -94,9 +95,10 @@ class CallbackView:
         return "training" if self.has_begun else "set-up"
 
     def stop(self, reason: str) -> None:
-        """Ends training after this step; every process has to call it at the same step."""
-        self.should_stop = True
-        self.stop_reason = reason
+        """Ends training after this step. Any process may call it: several end together, where they
+        next meet, i.e. after a step that is logged or validated, an epoch, or a moment later."""
+        self.stop_reason, self.should_stop = reason, True
+        self.is_over |= self.strategy.world_size == 1
 
     def recompute_gradients(self) -> list[Measured] | None:
         """For `on_before_step`: computes the gradients of this step's batches again, at the current

@@ -1,6 +1,7 @@
 """The hooks of a task and of its callbacks, in their order; and what they log, the same in all."""
 
 import inspect
+import logging
 import math
 import traceback
 import zlib
@@ -12,6 +13,8 @@ from itertools import chain
 from types import CodeType
 from typing import Any
 from weakref import ref
+
+import torch
 
 from dpframe.data import Batch
 from dpframe.errors import UserError, listed, miscalled, suggestion, unmeasured
@@ -34,6 +37,8 @@ ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "o
 TOLERANCE = 1e-6  # of what processes log: other devices may round otherwise
 SHOWN = 3  # numbers that were logged
 UNSEEN = ", and no callback is seen to log it (one that does so by a function sets logs = True)"
+
+log = logging.getLogger("dpframe")
 
 
 class Hooks:
@@ -155,6 +160,17 @@ def _reads_log(code: CodeType) -> bool:
     read = [each.opname for each in get_instructions(code) if each.argval == "log"]
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     return any(name != "LOAD_GLOBAL" for name in read) or any(map(_reads_log, inner))
+
+
+def end_by(error: BaseException, ends: Iterable[Callable[[], object]]) -> None:
+    """Calls what is to come after the error."""
+    for end in ends:
+        try:
+            end()
+        except Exception as second:
+            if not isinstance(error, torch.AcceleratorError):
+                raise
+            log.warning("%s", second)  # the same dead device; the first error tells more
 
 
 def is_own(hook: Hook) -> bool:

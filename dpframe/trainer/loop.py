@@ -2,14 +2,12 @@
 
 import atexit
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
-
-import torch
 
 from dpframe import seeding
 from dpframe.data import DataModule
@@ -27,7 +25,7 @@ from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.hooks import Hooks, in_order, name_callback
+from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, signature_with_settings, with_settings
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import DTYPES, Precision, place
@@ -185,7 +183,8 @@ class Trainer(CallbackView):
             training.changes.extend(training.state.restore(state))
             self.metrics = dict(state["metrics"])
             self.hooks.call("on_load", self, state)
-        self.should_stop = bool(self.settings.reached(self.epoch, self.global_step))
+        self.is_over = bool(self.settings.reached(self.epoch, self.global_step))
+        self.should_stop = False
         if self.settings.sanity_batches and training.validation:
             self.is_validating = True  # still so in an error of it
             measured = training.validation.measure_few(self.settings.sanity_batches)
@@ -213,9 +212,11 @@ class Trainer(CallbackView):
         run = begun(self.run, parts, is_fresh=is_fresh, is_main=is_main)
         with run, self._recorded(training, keep_loggers_open=keep_loggers_open):
             self.hooks.call("on_fit_start", self)
+            if self.strategy.world_size > 1:
+                self._poll(training)
             if not is_fresh:
                 self._finish_resumed_step(training)
-            while not self.should_stop:
+            while not self.is_over:
                 self._train_epoch(training)
             self.strategy.sync_weights(for_reading=True)
             if training.profile is not None:
@@ -308,8 +309,8 @@ class Trainer(CallbackView):
                 profile.end_step()
             if calendar.validates(progress):
                 self._validate(training)
-            if self.should_stop or progress.global_step == self.settings.max_steps:
-                self.should_stop = True
+            if self.is_over or progress.global_step == self.settings.max_steps:
+                self.is_over = True
                 break
             if calendar.polls(progress.global_step) and self._poll(training):
                 break
@@ -331,10 +332,10 @@ class Trainer(CallbackView):
         self._read_losses(training)
         rates = training.updates.learning_rates()
         batches = training.feed.batches_in(progress.epoch)
-        is_whole = not self.should_stop or progress.batches_done == batches
+        is_whole = not self.is_over or progress.batches_done == batches
         if not calendar.has_polled(progress.global_step):
             self._poll(training)
-        end = calendar.end_epoch(progress, is_whole=is_whole, should_stop=self.should_stop)
+        end = calendar.end_epoch(progress, is_whole=is_whole, should_stop=self.is_over)
         self.is_extra_validation = end.is_extra_validation
         validated = self._validate_epoch(training, end)
         measured = self._measure_epoch(training)
@@ -344,7 +345,7 @@ class Trainer(CallbackView):
             training.means.reset()
             self.step_metrics = {}
             self.task_metrics.reset()
-        self.should_stop |= end.is_last  # hooks of the validation may have said so
+        self.is_over |= end.is_last
         if validated:
             self.hooks.call("on_validation_end", self)
         if is_whole:
@@ -356,7 +357,7 @@ class Trainer(CallbackView):
         progress.read_clock()
         progress.ended_step = progress.global_step
         self.hooks.call("on_epoch_end", self)
-        self.recorder.flush_if_due()
+        self._poll(training)
 
     def _validate_epoch(self, training: Training, end: EpochEnd) -> dict[str, float]:
         """The new metrics of the validation after an epoch, or at the end of training."""
@@ -385,7 +386,7 @@ class Trainer(CallbackView):
         to."""
         if training.calendar.validates(self.progress):
             self._validate(training)
-        if self.should_stop and self.progress.ended_step != self.progress.global_step:
+        if self.is_over and self.progress.ended_step != self.progress.global_step:
             self._end_epoch(training)
 
     def _validate(self, training: Training) -> None:
@@ -397,6 +398,7 @@ class Trainer(CallbackView):
             self.metrics.update(means)
             self._record(means)
             self.hooks.call("on_validation_end", self)
+            self._poll(training)
 
     def _measure_validation(self, training: Training, *others: Means) -> dict[str, float]:
         """The new metrics; none if this step was validated before. `others` share the
@@ -414,11 +416,15 @@ class Trainer(CallbackView):
         return means
 
     def _poll(self, training: Training) -> bool:
-        """Whether to stop: by the clock or a signal. Asked a few times a second and each epoch."""
-        if reason := training.calendar.poll(self.progress.global_step):
+        """Whether to stop: by the clock, a signal, or as a hook of any process wishes. Asked a few
+        times a second, where several processes log, and around validations and epochs."""
+        wish = self.stop_reason if self.should_stop else None
+        reason = training.calendar.poll(self.progress.global_step, wish)
+        if reason is not None:
             self.stop(reason)
+            self.is_over = True
         self.recorder.flush_if_due()
-        return self.should_stop
+        return self.is_over
 
     # ---- what is recorded
 
@@ -449,7 +455,7 @@ class Trainer(CallbackView):
             ends = [] if training.profile is None else [training.profile.stop]
             ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
             ends.append(partial(self.hooks.call, "on_exception", self, error))
-            _end_by(error, ends)
+            end_by(error, ends)
             raise
         if keep_loggers_open:
             self.recorder.flush()
@@ -486,16 +492,6 @@ class Trainer(CallbackView):
             self.checkpoint = ended.checkpoint
             self.stop_reason = ended.stop_reason
         return ended.value if mode == "predict" else self.metrics
-
-
-def _end_by(error: BaseException, ends: Iterable[Callable[[], object]]) -> None:
-    for end in ends:
-        try:
-            end()
-        except Exception as second:
-            if not isinstance(error, torch.AcceleratorError):
-                raise
-            log.warning("%s", second)  # the same dead device; the first error tells more
 
 
 Trainer.__signature__ = signature_with_settings(Trainer)  # type: ignore[attr-defined]
