@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,19 @@ import forked
 import pytest
 import test_torchrun
 import torch
+import torch.distributed as dist
 from command import ROOT, cold_dpframe, environment, output, write
 from conftest import descendants, remaining
+from forked import on
 from injector import fail_at, run, started
 from small import Listed, Rows, fitted, is_same
 
 from dpframe import UserError, checkpoint
+from dpframe.errors import Interrupted
 from dpframe.launch import local, watchdog
 from dpframe.launch.environment import read_rank
 from dpframe.launch.faults import RankFailed
+from dpframe.launch.signals import Interruption
 from dpframe.strategies import processes
 from dpframe.strategies.ddp import DDP
 
@@ -335,6 +340,66 @@ def raises_in_one() -> None:
 def test_a_rank_that_sleeps_does_not_keep_a_job_whose_other_rank_has_failed():
     with pytest.raises(RankFailed, match=r"(?s)rank 1 ended .*ValueError: broken$"):
         forked.fresh(DDP(2, "cpu").launch, raises_in_one)
+
+
+def waits_for_a_rank_that_has_ended(strategy: DDP) -> None:
+    if strategy.rank == 0:
+        dist.new_group(timeout=timedelta(minutes=10))
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_told_with_its_stack():
+    with pytest.raises(RankFailed) as caught:
+        on(DDP(2, "cpu"), waits_for_a_rank_that_has_ended)
+    heading, *stack, advice = str(caught.value).splitlines()
+    assert heading == "rank 0 hung; its stack:"
+    assert any(line.endswith("in waits_for_a_rank_that_has_ended") for line in stack)
+    assert advice == (
+        "dpframe: rank 1 has ended, and rank 0 waits for it in a collective; every rank has to "
+        "come to the same ones"
+    )
+
+
+def works_on_alone(strategy: DDP) -> str:
+    """For longer than ranks are looked at that wait for one that has ended."""
+    if strategy.rank == 0:
+        for _ in range(5):
+            time.sleep(2 * local.LOOK_SECONDS)
+    return "written"
+
+
+def looking_often() -> None:
+    local.LOOK_SECONDS = 0.1
+
+
+def test_a_main_rank_that_works_on_alone_is_left_at_it():
+    assert on(DDP(2, "cpu"), works_on_alone, enter=looking_often) == "written"
+
+
+def joins_alone() -> None:
+    """Rank 0 waits in C code, where Python hears no signal."""
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    Path("joining").touch()
+    DDP(2, "cpu").setup()
+
+
+def starts_ranks() -> None:
+    Interruption().open()
+    local.allow_fork()
+    try:
+        DDP(2, "cpu").launch(joins_alone)
+    except Interrupted as error:
+        print(error)
+
+
+def test_a_signal_while_ranks_join_each_other_ends_them_at_once(tmp_path):
+    """Before training they have nothing to save: `trainer.grace_seconds` (30) is for that."""
+    with forked.started([], tmp_path, program=starts_ranks) as job:
+        job.wait_for("joining")
+        os.kill(job.pid, signal.SIGTERM)
+        job.wait()
+        assert job.printed() == "interrupted by SIGTERM\n"
 
 
 def trained_by_workers(strategy: DDP) -> dict[str, Any]:

@@ -314,7 +314,8 @@ def test_a_rank_leaves_the_second_signal_to_its_parent(monkeypatch):
     """A terminal's Ctrl-C reaches it, and a moment later the same signal by its parent."""
     ended: list[tuple[int, str]] = []
     twice = (INT, ", twice; ended at once")
-    for stop, expected in ((Parent(Pipe()[0]), []), (Interruption(), [twice])):
+    ours, theirs = Pipe()
+    for stop, expected in ((Parent(theirs), []), (Interruption(), [twice])):
         monkeypatch.setattr(stop, "_end", lambda *how: ended.append(how))
         stop.begin()
         stop._note(INT, None)

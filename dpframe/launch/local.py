@@ -29,6 +29,7 @@ from dpframe.launch.watchdog import BEAT, SIGNALS, TICK_SECONDS, Clock
 HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
 EXIT_SECONDS = 10.0  # and once their work is done
+LOOK_SECONDS = 4.0  # between two looks at ranks that may wait for one that has ended
 PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
 FILES, FILES_OF_A_RANK = 16, 8  # that are opened in the parent or a rank, with some to spare
 DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
@@ -133,6 +134,7 @@ class _Rank:
         self.number = int(environment["RANK"])
         self.environment = environment
         self.has_begun = False
+        self.may_save = False  # it trains or evaluates
         self.ending = ""  # its last message: done, interrupted or failed
         self.fault: Fault | None = None
         self.is_paused = False  # between two steps
@@ -191,6 +193,9 @@ class _Job:
         self.store: Any = None  # where the ranks find each other
         self._clock = Clock()  # a job that was stopped has had no time
         self._deadline = float("inf")
+        self._interrupted_at = float("inf")
+        self._look_at = float("inf")
+        self._stacks: list[str] = []  # at the last look
         self._pause_until: float | None = None
 
     def start(self, run: Callable[..., Any], args: tuple, count: int) -> None:
@@ -248,7 +253,7 @@ class _Job:
             for rank in self.ranks:
                 self._read(rank)
             self._pause()
-            if self._hangs() or self._is_late():
+            if self._hangs() or self._waits_in_vain() or self._is_late():
                 return
         for rank in self.ranks:  # the last ones may have ended since
             self._read(rank)
@@ -302,6 +307,8 @@ class _Job:
         match kind:
             case "begun":
                 rank.has_begun = True
+            case "may save":
+                rank.may_save = True
             case "told":
                 self.told[value[0]] = value[1]
             case "watch":
@@ -348,7 +355,7 @@ class _Job:
         if self.number is None:
             self.number = number
             self.stop.remember(number)
-            self._expect_end(self.stop.grace_seconds)
+            self._interrupted_at = self._clock.seconds()
             for rank in self.ranks:
                 rank.signal(number)  # a terminal's Ctrl-C has reached it: it counts once
 
@@ -391,16 +398,42 @@ class _Job:
                 rank.fault = Fault(rank.number, rank.read_stack(), is_hang=True, advice=advice)
         return True
 
+    def _waits_in_vain(self) -> bool:
+        """Whether some ranks are done, and all others wait for them, at the same places at two
+        looks. A connection of gloo's breaks then, but nothing else tells who waits in the store."""
+        left = [rank for rank in self.ranks if rank.is_silent]
+        ended = [rank for rank in self.ranks if not rank.is_silent]
+        has_begun = all(rank.has_begun for rank in left)  # else it can't be asked
+        if self.number is not None or not (ended and left and has_begun):
+            return False
+        now = self._clock.seconds()
+        self._look_at = min(self._look_at, now + LOOK_SECONDS)
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_SECONDS
+        before, self._stacks = self._stacks, [rank.read_stack() for rank in left]
+        if self._stacks != before or not all(map(watchdog.is_in_collective, before)):
+            return False
+        for rank, stack in zip(left, before, strict=True):
+            advice = (
+                f"dpframe: rank {ended[0].number} has ended, and rank {rank.number} waits for it "
+                "in a collective; every rank has to come to the same ones"
+            )
+            rank.fault = Fault(rank.number, stack, is_hang=True, advice=advice)
+        return True
+
     def _is_late(self) -> bool:
         """Whether the time of a job that is to end is over: ranks that are still silent then hang,
         if all others only waited for them."""
-        if self._clock.seconds() < self._deadline:
+        may_save = any(rank.may_save for rank in self.ranks)
+        grace_seconds = self.stop.grace_seconds if may_save else PEER_SECONDS
+        if self._clock.seconds() < min(self._deadline, self._interrupted_at + grace_seconds):
             return False
         silent = [rank for rank in self.ranks if rank.is_silent]
         faults = self._faults()
         if self.number is None and all(fault.is_consequence for fault in faults):
             for rank in silent:
                 rank.fault = Fault(rank.number, rank.read_stack(), is_hang=True)
-        elif silent and not faults:
+        elif silent and not faults and may_save:
             self.said = signals.describe_lateness(self.stop.grace_seconds)
         return True

@@ -110,6 +110,11 @@ class Parent(Interruption):
             self.send("failed", fault)
         return self.exit_code
 
+    def begin(self) -> None:
+        if not self.has_begun:
+            self.send("may save")
+        super().begin()
+
     @contextmanager
     def watched(self, hang_seconds: float | None) -> Iterator[None]:
         self._hang_seconds = hang_seconds

@@ -130,6 +130,12 @@ def read_stack(pid: int, fd: int) -> str:
     return START.sub(r"\1", text.decode().strip())
 
 
+def is_in_collective(stack: str) -> bool:
+    """Whether that is in a function of torch.distributed, e.g. a collective."""
+    frames = FRAME.findall(stack)
+    return bool(frames) and Path(frames[0][0]).parts[-3:-1] == ("torch", "distributed")
+
+
 def locate(stack: str) -> str:
     """The innermost frames, e.g. `wait (a.py, line 3) in forward (a.py, line 9)`."""
     frames = FRAME.findall(stack)
