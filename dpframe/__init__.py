@@ -27,7 +27,7 @@ _HOME = {
     "ShardedStream": "dpframe.data.stream",
     "Strategy": "dpframe.strategies",
     "Task": "dpframe.task",
-    "Trainer": "dpframe.modes.trainer",
+    "Trainer": "dpframe.trainer",
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
     "load": "dpframe.config.load",

@@ -16,7 +16,7 @@ from forked import fresh
 from small import Hooks, Rows, Small, fitted, heavy, is_same, trainer
 from torch.utils.data import random_split
 
-import dpframe.modes.trainer
+import dpframe.callbacks.display
 from dpframe import (
     Callback,
     RunInfo,
@@ -386,7 +386,7 @@ def test_a_program_shows_its_progress_on_a_terminal_and_in_a_notebook_alone(monk
 
     assert shown() == "", "over a pipe"
     assert "task       Small, seed 0\n" in shown(show_progress=True)
-    monkeypatch.setattr(dpframe.modes.trainer, "can_redraw", lambda: True)
+    monkeypatch.setattr(dpframe.callbacks.display, "can_redraw", lambda: True)
     assert "samples/s" in shown() and shown(show_progress=False) == ""
     assert shown(callbacks=[Progress()]).count("task  ") == 1, "one is enough"
     kernel = SimpleNamespace(initialized=lambda: True)
@@ -396,7 +396,7 @@ def test_a_program_shows_its_progress_on_a_terminal_and_in_a_notebook_alone(monk
 
 
 def test_the_trainer_of_a_program_shows_it_in_the_first_of_its_ranks(monkeypatch):
-    monkeypatch.setattr(dpframe.modes.trainer, "can_redraw", lambda: True)
+    monkeypatch.setattr(dpframe.callbacks.display, "can_redraw", lambda: True)
     trainer = Trainer(Small(), Rows(), settings=ONCE, strategy=DDP(2, "cpu"))
     trainer.fit()
     (progress,) = trainer.callbacks

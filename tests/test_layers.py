@@ -72,6 +72,8 @@ FILES = sorted(
     for path in ROOT.rglob("*.py")
     if path.relative_to(ROOT).parts[0] not in ("conf", "recipes")
 )
+# The one import that climbs, within a function: a program's Trainer shows how far it is.
+CLIMBS = {ROOT / "trainer" / "loop.py": "dpframe.callbacks.display"}
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
 
 
@@ -83,10 +85,12 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def names(path: Path, *, hints: bool = False) -> list[tuple[str, bool]]:
     """What a file imports, at its top or within functions, and whether at its top; with `hints`
-    also what it imports for type checkers alone."""
+    also what it imports for type checkers alone. What is in CLIMBS is left out."""
     tree = tree_of(path)
     package = ".".join(("dpframe", *path.relative_to(ROOT).parts[:-1]))
-    return list(_imports(tree, package, at_top=True, hints=hints))
+    found = _imports(tree, package, at_top=True, hints=hints)
+    climbs = CLIMBS.get(path, "none")
+    return [(name, at_top) for name, at_top in found if at_top or not is_within(name, climbs)]
 
 
 def _imports(

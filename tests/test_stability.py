@@ -19,6 +19,12 @@ def test_public_names_are_those_of_the_page(module):
     assert len(TABLE) == 6
 
 
+def test_a_public_name_is_one_object_wherever_it_is_imported_from():
+    homes = [import_module(module) for module in (*TABLE, "dpframe.trainer")]
+    for name in {name for home in homes for name in home.__all__}:
+        assert len({id(getattr(home, name)) for home in homes if name in home.__all__}) == 1, name
+
+
 def test_the_summary_of_a_run_has_what_the_page_promises(tmp_path):
     """A script that reads it is a user."""
     (promised,) = re.findall(r"`summary.json` with (.+?),", PAGE)

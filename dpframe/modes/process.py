@@ -35,10 +35,9 @@ from dpframe.modes.ending import (
     note_failure,
     write_summary,
 )
-from dpframe.modes.trainer import Trainer
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
-from dpframe.trainer import RunInfo
+from dpframe.trainer import RunInfo, Trainer
 from dpframe.trainer.recorder import refuse_used
 from dpframe.trainer.state import load_attributes
 

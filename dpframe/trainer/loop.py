@@ -75,10 +75,13 @@ class Trainer(CallbackView):
     ) -> None:
         """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
-        itself. `show_progress` is for a program's: see `display`."""
+        itself. `show_progress`: None shows it on a terminal and in a notebook, False nowhere."""
         callbacks, loggers = given.lists_of(callbacks=callbacks, loggers=loggers)
         given.check(task, data, strategy, settings, callbacks, run, seed)
-        callbacks += self.display(callbacks, show_progress)
+        if show_progress is not False:
+            from dpframe.callbacks.display import display
+
+            callbacks += display(callbacks, is_wanted=bool(show_progress))
         self.task = task
         self.data = data
         self.settings = settings = with_settings(settings or TrainerSettings(), more, type(self))
@@ -145,10 +148,6 @@ class Trainer(CallbackView):
 
     def close(self) -> None:
         self.__exit__(None, None, None)
-
-    def display(self, callbacks: list[Callback], wanted: bool | None) -> list[Callback]:
-        """What is added to the callbacks; `dpframe.Trainer` has a bar."""
-        return []
 
     # ---- the four modes
 
