@@ -158,6 +158,7 @@ REFUSED = {
     "data.workers=-1": "data.workers=-1 is out of range; use 0 or more",
     "data.workers=atuo": "data.workers=atuo is text; use a whole number or auto",
     "data.persistent_workers=on": "data.persistent_workers=on is text; use true or false or auto",
+    "data.pin_memory=auto": "data.pin_memory=auto is text; use true or false",
     "task=5": "task=5 is one value; set its keys, as task.KEY=VALUE",
     "mode=null": "mode=null is nothing; use text",
     "compare.gpus=[1,x]": "compare.gpus=x is text; use a list of whole numbers or null",

@@ -719,6 +719,18 @@ def test_every_batch_is_in_pinned_memory_and_copied_without_a_wait(monkeypatch, 
     close(made, plain)
 
 
+@pytest.mark.parametrize("way", [*WAYS, "tensors"])
+def test_no_batch_is_in_pinned_memory_where_that_is_off(way):
+    data = WAYS[way]() if way in WAYS else Rows(40, 6, shuffle=False)
+    data.pin_memory = False
+    strategy = Pins()
+    strategy.setup()
+    given = {"make": partial(Unpacked, SGD), "max_epochs": 1, "data_on_device": False}
+    made = fitted(data=data, strategy=strategy, **given)
+    assert strategy.pinned and not any(strategy.pinned)
+    close(made, fitted(data=data, strategy=CPU(), **given))
+
+
 def test_what_can_not_be_pinned_is_taken_as_it_is():
     there = torch.zeros(2, device="cuda")
     assert pinned({"x": there})["x"] is there

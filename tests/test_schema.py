@@ -82,6 +82,7 @@ def test_what_a_run_takes_is_right(schema, key, value):
         ("task.net.in_features", "many"),
         ("data.batchsize", 3),
         ("data.drop_last", "yes"),
+        ("data.pin_memory", "yes"),
         ("callbacks.checkpoint.monitr", "val/f1"),
         ("logger.tensorboard", {"folder": "x"}),
         ("strategy.find_unused", True),

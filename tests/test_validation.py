@@ -529,7 +529,7 @@ class Own(BostonData):
 
 def test_every_data_module_has_the_keys_of_all_in_its_config(tmp_path):
     write(tmp_path, {"own.py": OWN_DATA})
-    keys = "drop_last: true, eval_batch_size: 40, persistent_workers: false"
+    keys = "drop_last: true, eval_batch_size: 40, persistent_workers: false, pin_memory: false"
     data = f"data={{_target_: own.Own, batch_size: 100, {keys}}}"
     short = ["recipe=boston", "trainer.max_epochs=1", "callbacks.progress=null", "seed=3"]
     (run,) = attempts([[*short, "~data", f"+{data}", "hydra.run.dir=run"]], tmp_path)

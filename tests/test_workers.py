@@ -613,14 +613,15 @@ def test_what_changes_within_an_epoch_is_told_as_workers_have_it_from_the_next_o
     )
 
 
-def test_a_key_says_whether_workers_persist():
+@pytest.mark.parametrize(
+    "key, known", [("persistent_workers", "true or false or auto"), ("pin_memory", "true or false")]
+)
+def test_a_key_of_the_data_takes_what_it_knows(key, known):
     made = trainer(data=Data(Rows(), 2))
-    made.data.persistent_workers = "sometimes"
+    setattr(made.data, key, "sometimes")
     with pytest.raises(UserError) as refusal:
         made.prepare()
-    assert str(refusal.value) == (
-        "data.persistent_workers=sometimes is text; use true or false or auto"
-    )
+    assert str(refusal.value) == f"data.{key}=sometimes is text; use {known}"
 
 
 def test_auto_does_not_decide_whether_a_curriculum_is_seen(monkeypatch):

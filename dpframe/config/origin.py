@@ -26,6 +26,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.eval_batch_size",
     "data.input",
     "data.persistent_workers",
+    "data.pin_memory",
     "data.shuffle",
     "data.workers",
     "data.workers > 0",

@@ -21,7 +21,7 @@ from dpframe.values import refuse_below
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 PARTS = ("task", "data", "strategy")
-OF_EVERY_DATA = ("drop_last", "eval_batch_size", "persistent_workers", "input")  # has its class
+OF_EVERY_DATA = ("drop_last", "eval_batch_size", "persistent_workers", "pin_memory", "input")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
 

@@ -45,6 +45,7 @@ class DataModule:
     `divided="by_rank"` is for data of which each process has a part of its own already.
     `persistent_workers` says whether the processes that read stay from one epoch to the next: true,
     false, or "auto", as long as the data set stays as it is.
+    `pin_memory=False` has batches copied to a GPU from memory that is not pinned.
     `drop_last` leaves out the last batch of an epoch of training where it has fewer rows.
     Validation, test and prediction have `eval_batch_size`, or `batch_size` where that is None.
     `input` names a file or a folder to predict on, in place of `predict_dataset`.
@@ -55,6 +56,7 @@ class DataModule:
     input: str | None = None
     divided: str | None = None
     persistent_workers: bool | str = "auto"
+    pin_memory: bool = True
     own_class: type | None = None  # where the user's code is, if not in this class
     has_preparation = False  # a `prepare_data` of its own
 
@@ -78,6 +80,7 @@ class DataModule:
         eval_batch_size: int | None = None,
         input: str | None = None,
         persistent_workers: bool | str = "auto",
+        pin_memory: bool = True,
     ) -> None:
         self.batch_size = batch_size
         self.workers = workers
@@ -88,6 +91,7 @@ class DataModule:
         self.eval_batch_size = eval_batch_size
         self.input = input
         self.persistent_workers = persistent_workers
+        self.pin_memory = pin_memory
 
     def prepare_data(self) -> None:
         """Downloads and converts files: called once on each machine, before any of its processes

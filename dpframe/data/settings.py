@@ -21,6 +21,7 @@ class DataSettings:
     eval_batch_size: int | None = None
     input: str | None = None
     persistent_workers: bool | Literal["auto"] = "auto"
+    pin_memory: bool = True
 
     def __post_init__(self) -> None:
         check_types(self, "data")

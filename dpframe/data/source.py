@@ -35,6 +35,7 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)  # of the DataLoader that has the workers
     is_divided: bool = False  # if it is a stream
     is_by_rank: bool = False  # whether each process may have rows of its own
+    pin_memory: bool = True  # where there is a GPU
     may_differ: bool = False  # between processes, though what was looked at is alike
     is_loader: bool = False  # of which batches and order are
     method: str = ""  # that returned it
@@ -71,6 +72,7 @@ class Source:
             },
             is_divided=data.divide_streams and kind != "predict",
             is_by_rank=data.divided == BY_RANK and kind != "predict",
+            pin_memory=data.pin_memory,
             method=method,
         )
 
@@ -111,6 +113,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         },
         data.divide_streams and kind != "predict",
         data.divided == BY_RANK and kind != "predict",
+        data.pin_memory,
         is_loader=True,
         method=method,
     )

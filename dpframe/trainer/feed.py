@@ -289,7 +289,9 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         sampler=source.sampler,
         workers=workers,
         collate=source.collate,
-        pin_memory=strategy.device.type != "cpu" and has_streams(strategy.device),
+        pin_memory=source.pin_memory
+        and strategy.device.type != "cpu"
+        and has_streams(strategy.device),
         rank=0 if strategy.logical_shares else strategy.rank,
         first_share=strategy.first_share,
         agree=strategy.collectives.broadcast,

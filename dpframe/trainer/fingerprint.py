@@ -47,7 +47,8 @@ def fingerprint(
     source = feed.source
     config = leaves_of_config(run.config, run.public)
     facts = dict(config)
-    for name in ("workers", "persistent_workers", "eval_batch_size", "drop_last", "input"):
+    reading = ("workers", "persistent_workers", "pin_memory")
+    for name in (*reading, "eval_batch_size", "drop_last", "input"):
         facts.pop(f"data.{name}", None)  # only whether there are any workers decides
     if feed.source.drop_last:
         facts["data.drop_last"] = True
