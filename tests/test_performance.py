@@ -45,22 +45,19 @@ from benchmarks.performance.sections import PROGRAMS, Program, run
 
 tells = "from marks import Marks; m = Marks(); m.begin(); m.train(); m.end()"
 tells += "; m.tell(loss=1.0, steps_per_epoch=1)"
-kept = "import time; time.sleep(0.3); kept = b'x' * (200 << 20)"
-for line in ("pass", kept):
+for line in ("pass", "kept = b'x' * (200 << 20)"):
     command = [sys.executable, "-c", f"{line}; {tells}"]
-    measured = run(Program("", command, python_path=str(PROGRAMS)))
-    print(measured.seconds, measured.megabytes)
+    print(run(Program("", command, python_path=str(PROGRAMS))).megabytes)
 assert "torch" not in sys.modules
 """
 
 
-def test_seconds_and_peak_memory_are_the_processs_own():
+def test_peak_memory_is_the_processs_own():
     """From the runner's own process: what one starts is counted as large as itself at least."""
     command = [sys.executable, "-c", MEASURES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    (_, lean), (seconds, large) = (map(float, line.split()) for line in done.stdout.splitlines())
-    assert seconds > 0.3
+    lean, large = map(float, done.stdout.splitlines())
     assert 180 < large - lean < 260
 
 

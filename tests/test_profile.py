@@ -3,15 +3,17 @@
 import gzip
 import json
 import logging
-import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from recorded import Recorder
 from small import Hooks, Small, fitted, is_same
 
 from dpframe import Trainer
-from dpframe.trainer.profile import PARTS
+from dpframe.trainer.profile import PARTS, PREFIX
 
 
 def profiled(**given) -> tuple[Trainer, dict[str, float]]:
@@ -33,9 +35,7 @@ def test_the_parts_are_all_there_is(tmp_path, caplog):
     hint = f"every operation on a timeline: open {trace} in https://ui.perfetto.dev"
     titles = ["where the time went", *names, "in 8 steps after the first two", hint]
     assert [line.split("  ")[0] for line in table] == titles
-    assert "aten::linear" in {
-        e["name"] for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    }
+    assert "aten::linear" in {event["name"] for event in events_of(tmp_path)}
 
 
 def test_a_fit_after_a_fit_has_a_profile_of_its_own():
@@ -49,25 +49,40 @@ def test_a_fit_after_a_fit_has_a_profile_of_its_own():
     assert trainer.training.profile is not first
 
 
-class Slow(Small):
-    """Takes a tenth of a second in the forward of its fifth step."""
-
-    steps = 0
+class Marked(Small):
+    """Does in a step what nothing else does."""
 
     def training_step(self, batch):
-        self.steps += self.training
-        if self.training and self.steps == 5:
-            time.sleep(0.1)  # what is measured, not a wait for anything
+        torch.zeros(1).erf()
         return super().training_step(batch)
 
 
-def test_each_part_gets_its_own_time():
-    sleeps = Hooks(on_step_end=lambda t: t.global_step == 5 and time.sleep(0.2))
-    _, parts = profiled(make=Slow, callbacks=[sleeps])
-    assert parts["forward"] >= 0.1
-    assert parts["callbacks"] >= 0.2
+def test_each_part_has_the_operations_that_are_done_in_it(tmp_path):
+    hooks = Hooks(on_step_end=lambda trainer: torch.zeros(1).atan())
+    _, parts = profiled(make=Marked, callbacks=[hooks], directory=tmp_path)
     rest = parts.pop("rest")  # what the others leave, which may be nothing
     assert rest >= 0 and min(parts.values()) > 0, (rest, parts)
+    assert parts_of("aten::erf", tmp_path) == {"forward", "validation"}
+    assert parts_of("aten::atan", tmp_path) == {"callbacks"}
+    assert parts_of("Optimizer.step#SGD.step", tmp_path) == {"optimizer"}
+
+
+def parts_of(operation: str, directory: Path) -> set[str]:
+    """The parts in which a trace has it."""
+    whole = [event for event in events_of(directory) if event.get("ph") == "X"]
+    done = [event for event in whole if event["name"] == operation]
+    assert done
+    return {
+        part["name"].removeprefix(PREFIX)
+        for part in whole
+        if part["name"].startswith(PREFIX)
+        and any(part["ts"] <= each["ts"] <= part["ts"] + part["dur"] for each in done)
+    }
+
+
+def events_of(directory: Path) -> list[dict[str, Any]]:
+    trace = (directory / "trace.json.gz").read_bytes()
+    return json.loads(gzip.decompress(trace))["traceEvents"]
 
 
 def test_a_profile_changes_nothing_that_is_computed():
