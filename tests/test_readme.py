@@ -7,12 +7,12 @@ import shlex
 import tomllib
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
 import torch
-from attempted import Attempt
+from attempted import Attempt, attempted
 from command import attempts, dpframe, write
 from forked import fresh
 
@@ -43,6 +43,11 @@ def commands_of(page: str) -> list[str]:
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
     found = [re.search(r"^(?:\$ )?(?:.*-m )?dpframe (.*)", line) for line in lines]
     return [match[1].strip() for match in found if match]
+
+
+def refused(page: str) -> dict[str, str]:
+    """The commands that a page shows with their error."""
+    return dict(re.findall(r"^ *\$ dpframe (.*)\n *(dpframe: .*)$", text_of(page), re.M))
 
 
 @pytest.fixture(scope="module")
@@ -92,96 +97,158 @@ def test_the_two_commands_of_continuous_integration_are_there():
     ]
 
 
-# What is shown, and what it should print. Every file shown is in one of them.
+# Commands with what they have after them here, and what they should print.
 SHOWN = {
-    "dpframe --config-dir mine recipe=boston strategy=half trainer.gpus=2": (
+    "recipe=boston": ("", r"^best +epoch 33, step 132: val/loss 13\.5108$"),
+    "recipe=boston mode=test checkpoint=best": ("", r"^test/loss +13\.5108$"),
+    "recipe=boston mode=test checkpoint=best strategy=ddp trainer.gpus=4": (
+        "trainer.accelerator=cpu",
+        r"^test/loss +13\.5108$",
+    ),
+    "--config-dir mine recipe=boston strategy=half trainer.gpus=2": (
         "trainer.max_epochs=2 trainer.accelerator=cpu",
         r"^strategy +Half on 2 x cpu$",
     ),
-    "dpframe --config-dir mine recipe=letters": (
+    "--config-dir mine recipe=letters": (
         "",
         r"^epoch 1/\d+  step 60  train/loss \d.*val/loss [12]\.\d+",
     ),
-    "dpframe --config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
-    "dpframe --config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
-    "dpframe --config-dir mine recipe=shards strategy=ddp trainer.gpus=2": (
+    "--config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
+    "--config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
+    "--config-dir mine recipe=shards strategy=ddp trainer.gpus=2": (
         "trainer.accelerator=cpu",
         r"^data +a stream of 8 shards, divided over 2 ranks x 2 workers: which rows meet",
     ),
-    "dpframe --config-dir mine recipe=boston strategy=nightly strategy.hour=23": (
+    "--config-dir mine recipe=boston strategy=nightly strategy.hour=23": (
         "trainer.max_epochs=2",
         r"^every night at 23 o'clock, on c\w+",
     ),
-    "dpframe --config-dir mine recipe=boston callbacks=stop_below": (
+    "--config-dir mine recipe=boston callbacks=stop_below": (
         "trainer.max_epochs=20",
         r"^stopped: val/mae=1\d\.\d+ is below 20\.0$",
     ),
-    "dpframe --config-dir mine recipe=boston callbacks=weight_norm": (
+    "--config-dir mine recipe=boston callbacks=weight_norm": (
         "trainer.max_epochs=2",
         r"^epoch 2/2 .* val/weight_norm [\d.]+$",
     ),
-    "dpframe --config-dir mine recipe=boston callbacks=worst_rows": (
+    "--config-dir mine recipe=boston callbacks=worst_rows": (
         "trainer.max_epochs=2",
         r"^recipe +boston",
     ),
-    "dpframe --config-dir mine recipe=boston task._target_=mine.ranked.Ranked "
+    "--config-dir mine recipe=boston task._target_=mine.ranked.Ranked "
     "callbacks.checkpoint.monitor=val/spearman callbacks.checkpoint.mode=max": (
         "trainer.max_epochs=2",
         r"^epoch 2/2 .* val/spearman -?[\d.]+  val/mape [\d.]+  val/r2 -?[\d.]+$",
     ),
-    "dpframe --config-dir mine recipe=prices callbacks.checkpoint.monitor=val/score "
+    "--config-dir mine recipe=prices callbacks.checkpoint.monitor=val/score "
     "trainer.clip_norm={critic:1.0} task.optimizers.critic.lr=0.002": (
         "trainer.max_epochs=2",
         r"^epoch 2/2  step 14  train/critic/loss .*train/generator/loss",
     ),
-    "dpframe --config-dir mine recipe=halves strategy=data_parallel trainer.gpus=3": (
+    "--config-dir mine recipe=halves strategy=data_parallel trainer.gpus=3": (
         "trainer.max_epochs=2",
         r"^step +batch 64 = 22 \+ 22 \+ 20$",
     ),
-    "dpframe --config-dir mine recipe=tuned task.optimizer.groups.backbone.lr=0.002": (
+    "--config-dir mine recipe=tuned task.optimizer.groups.backbone.lr=0.002": (
         "trainer.max_epochs=12",
         r"^step 40: net\.0 is thawed$",
     ),
-    "dpframe --config-dir mine recipe=boston +callbacks.sam._target_=mine.sam.SAM": (
+    "--config-dir mine recipe=boston +callbacks.sam._target_=mine.sam.SAM": (
         "trainer.max_epochs=2",
         r"^recipe +boston",
     ),
-    "dpframe --config-dir mine recipe=boston task/schedule=triangle task.schedule.top=0.2": (
+    "--config-dir mine recipe=boston task/schedule=triangle task.schedule.top=0.2": (
         "trainer.max_epochs=2",
         r"^task.schedule: Triangle\(top=0.2\), 8 steps in all$",
     ),
-    "dpframe --config-dir mine recipe=risen": ("trainer.max_epochs=2", r"^recipe +risen"),
-    "dpframe --config-dir mine recipe=boston logger=json_lines": (
+    "--config-dir mine recipe=risen": ("trainer.max_epochs=2", r"^recipe +risen"),
+    "--config-dir mine recipe=boston logger=json_lines": (
         "trainer.max_epochs=2",
         r"^recipe +boston",
     ),
 }
 
 
-def test_what_can_be_written_can_be_run(written):
+# What other commands have after them, so that each takes a second.
+SHORT = "trainer.max_epochs=1 trainer.limit_train_batches=2 trainer.limit_val_batches=1"
+AS_SHOWN = r"--(help|cfg)|resume=|(^| )mode="
+# What other tests run: these take longer, or need what is not here.
+ELSEWHERE = "|".join(
+    [
+        r"\bddp\b|strategy=(fsdp|ray)|sweep\.jobs|gpus=\[",  # ranks, GPUs
+        r"mode=(compare|doctor|export|tune|verify)|hydra/(sweeper|launcher)|hydra\.sweep\.dir",
+        r"trainer\.compile|logical_replicas|recipe=gpt|experiment=gpt2|huggingface|my\.LitModel",
+        r"sweep\.resume|outputs/(gpt|transfer)|data\.folder=trips",
+    ]
+)
+HOUSES = "CRIM,ZN,INDUS,CHAS,NOX,RM,AGE,DIS,RAD,TAX,PTRATIO,B,LSTAT\n" + "1," * 12 + "1\n"
+
+
+def lines_to_run(page: str) -> list[str]:
+    """Each on the first page that has it."""
+    done = {line for earlier in PAGES[: PAGES.index(page)] for line in commands_of(earlier)}
+    done |= refused(page).keys()
+    lines = [line for line in dict.fromkeys(commands_of(page)) if line not in done]
+    return [line for line in lines if line in SHOWN or not re.search(ELSEWHERE, line)]
+
+
+# Those of docs/from-the-tutorials.md have a file of their own.
+RUN = [page for page in PAGES if lines_to_run(page) and "tutorials" not in page]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_commands_of_a_page_run_one_after_another(tmp_path, page):
     """In one process, but for those with ranks, which are forked where nothing was computed."""
-    shown = [line for line in SHOWN if any(line in text_of(page).splitlines() for page in PAGES)]
-    words = {  # `resume=last` looks into outputs/
-        line: [*line.split()[1:], *SHOWN[line][0].split(), f"hydra.run.dir=shown/{number}"]
-        for number, line in enumerate(shown)
-    }
-    ranked = [line for line in shown if re.search("strategy=(ddp|half)", line)]
-    others = [line for line in shown if line not in ranked]
-    done = dict(zip(others, attempts([words[line] for line in others], written), strict=True))
-    for line in ranked:
-        run = dpframe(*words[line], cwd=written)
-        done[line] = Attempt(run.returncode, run.stdout, run.stderr, [])
-    for line, run in done.items():
-        assert run.code == 0, run.err
-        assert re.search(SHOWN[line][1], run.out, re.M), run.out
-        assert re.search(r"^epoch \d+/\d+  step \d+  train/\S*loss ", run.out, re.M)
-    assert len(list(written.glob("shown/*/tables/val_worst-step*.csv"))) == 2
+    write(tmp_path, {name: text for each in PAGES for name, text in files_of(each).items()})
+    write(tmp_path, {"houses.csv": HOUSES})
+    first = "recipe=boston data.workers=0"  # for `checkpoint=best` and `resume=last`
+    for is_ranked, lines in groupby([first, *lines_to_run(page)], has_ranks):
+        words = {line: words_of(line) for line in lines}
+        run = ranked if is_ranked else in_turn
+        for line, done in zip(words, run(list(words.values()), tmp_path), strict=True):
+            assert done.code in (0, None), f"{line}: {done.err}"
+            assert line not in SHOWN or re.search(SHOWN[line][1], done.out, re.M), done.out
+    if page == "docs/loggers.md":
+        assert len(list(tmp_path.glob("outputs/boston/*/tables/val_worst-step*.csv"))) == 2
+        (rows,) = tmp_path.glob("outputs/boston/*/measured.jsonl")
+        assert [json.loads(row)["step"] for row in rows.read_text().splitlines()][:2] == [4, 8]
+
+
+def words_of(line: str) -> list[str]:
+    shorter = "" if re.search(AS_SHOWN, line) else SHORT
+    return [*shlex.split(line), *SHOWN.get(line, [shorter])[0].split()]
+
+
+def has_ranks(line: str) -> bool:
+    return re.search("strategy=(ddp|half)", line) is not None
+
+
+def ranked(lines: list[list[str]], folder: Path) -> list[Attempt]:
+    done = [dpframe(*line, cwd=folder) for line in lines]
+    return [Attempt(each.returncode, each.stdout, each.stderr, []) for each in done]
+
+
+def in_turn(lines: list[list[str]], folder: Path) -> list[Attempt]:
+    return fresh(attempted_by_newest, lines, folder=folder)
+
+
+def attempted_by_newest(lines: list[list[str]]) -> list[Attempt]:
+    return [each for line in lines for each in attempted([list(map(newest, line))])]
+
+
+def newest(word: str) -> str:
+    """With … as what there is; the last one by its name."""
+    key, _, path = word.partition("=")
+    return f"{key}={max(map(str, Path().glob(path.replace('…', '*'))))}" if "…" in word else word
+
+
+def test_every_config_that_is_shown_is_in_a_command_that_is_run():
     configs = [Path(name) for page in PAGES for name in files_of(page) if name.endswith(".yaml")]
-    options = {word for line in shown for word in line.split()}
+    run = {line for page in RUN for line in lines_to_run(page)}
+    options = {word for line in run for word in line.split()}
     groups = {path: "/".join(path.parent.parts[1:]) for path in configs}  # below mine/
     assert {f"{group}={path.stem}" for path, group in groups.items()} <= options
-    rows = (written / "shown" / str(len(shown) - 1) / "measured.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows][:2] == [4, 8]
+    assert SHOWN.keys() <= run
 
 
 def test_the_script_prints_what_its_recipe_learns(written):
@@ -239,11 +306,6 @@ def without_digits(text: str) -> list[str]:
 
 def is_sweep(word: str) -> bool:
     return "=" in word and "[" not in word
-
-
-def refused(page: str) -> dict[str, str]:
-    """The commands that a page shows with their error."""
-    return dict(re.findall(r"^ *\$ dpframe (.*)\n *(dpframe: .*)$", text_of(page), re.M))
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
