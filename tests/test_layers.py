@@ -319,12 +319,14 @@ def test_importing_what_reads_a_command_imports_no_torch():
 
 # ---- public doors
 
-PRIVATE = {
-    # A name that another library does not document: the reason that dpframe uses it. At most eight.
-    "torch._dynamo": "keeps two seconds of imports out of a start",
+# A name that another library does not document: the reason that dpframe uses it. At most eight.
+FOR_SPEED = {  # which docs/performance.md tells
+    "torch._dynamo": "keeps a second of imports out of a start",
     "__dynamo_disable": "as torch._dynamo",
-    "_opt_called": "tells a scheduler that the optimizer stepped",
+    "_opt_called": "tells a scheduler that the optimizer stepped, which no wrapper of torch's does",
     "_step_supports_amp_scaling": "has GradScaler not wait for the GPU; fused=True sets it, too",
+}
+PRIVATE = FOR_SPEED | {
     "_pg_registry": "keeps a process group, and its threads, to the interpreter's end",
     "_version": "tells that a tensor was written to, without a copy of it",
     "_orig_mod": "is in the names of what a compiled module has saved",
@@ -342,6 +344,14 @@ def test_each_private_name_of_another_library_is_listed_with_its_reason():
     assert len(PRIVATE) <= 8
     assert sorted(found - listed) == []
     assert sorted(set(PRIVATE) - {name for name, _ in listed}) == [], "nothing uses it any more"
+
+
+def test_the_private_names_that_are_for_speed_are_told():
+    house = ROOT.parent
+    page = (house / "docs" / "performance.md").read_text()
+    told = page.partition("## What makes it fast")[2].partition("\n| what |")[0]
+    assert set(re.findall(r"`((?:torch\.)?_\w+)`", told)) == set(FOR_SPEED)
+    assert len(FOR_SPEED) == 4 and "[four private names]" in (house / "README.md").read_text()
 
 
 def private_names(path: Path) -> Iterator[str]:

@@ -56,6 +56,14 @@ FRAMES = [
     "trainer/step.py: TrainStep.forward",
 ]
 REPLICAS = "strategies/data_parallel.py: Replicas.forward"
+GATHERING = [
+    "strategies/fsdp.py: Gathering.forward",
+    "strategies/sharding.py: _call",
+    "strategies/fsdp.py: Gathering._step",
+]
+HAS_FSDP = pytest.mark.skipif(torch.__version__ < "2.13", reason="strategy=fsdp needs torch 2.13")
+SAID = """four frames lead from `fit` to your `training_step` on `cpu`, one GPU and
+  `ddp`, five on `data_parallel`, seven on `fsdp`."""
 
 
 @pytest.mark.parametrize(
@@ -64,23 +72,28 @@ REPLICAS = "strategies/data_parallel.py: Replicas.forward"
         ("cpu", FRAMES),
         ("ddp", FRAMES),
         ("data_parallel", [*FRAMES[:3], REPLICAS, FRAMES[3]]),
+        pytest.param("fsdp", [*FRAMES[:3], *GATHERING, FRAMES[3]], marks=HAS_FSDP),
     ],
 )
-def test_a_batch_crosses_four_frames_in_two_files(name, frames):
+def test_a_batch_crosses_as_many_frames_as_the_readme_says(name, frames):
     assert measured()["crossed"][name] == frames
+    assert SAID in (Path(HOUSE).parent / "README.md").read_text()
 
 
 def measure() -> dict[str, Any]:
     """Ranks come first: they are forked from a process that has computed nothing, as a run's is."""
     from dpframe.strategies.data_parallel import DataParallel
     from dpframe.strategies.ddp import DDP
+    from dpframe.strategies.fsdp import FSDP
     from dpframe.strategies.single import CPU
 
-    ranks = DDP(2, accelerator="cpu")
-    by_ranks = ranks.launch(crossed, ranks)
+    ranked: dict[str, Any] = {"ddp": DDP(2, accelerator="cpu")}
+    if torch.__version__ >= "2.13":
+        ranked["fsdp"] = FSDP(2, accelerator="cpu")
+    by_ranks = {name: ranks.launch(crossed, ranks) for name, ranks in ranked.items()}
     return {
         "crossed": {
-            "ddp": by_ranks,
+            **by_ranks,
             "cpu": crossed(CPU()),
             "data_parallel": crossed(DataParallel(2, accelerator="cpu")),
         },
