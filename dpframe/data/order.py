@@ -13,7 +13,7 @@ from dpframe import seeding
 from dpframe.errors import UserError
 
 Agree = Callable[[Any], Any]
-"""A strategy's `share`: the main process's value, in every process."""
+"""A strategy's `Collectives.broadcast`: the main process's value, in every process."""
 
 
 def order_of(
