@@ -21,7 +21,7 @@ from dpframe.errors import UserError
 Keep = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Where data that is tensors is kept: they go in, and come out there."""
 Tally = Callable[[list[float]], list[float]]
-"""A strategy's `Collectives.sum_numbers`: this process's numbers in, their sums over the processes out."""
+"""A strategy's `Collectives.sum_numbers`: this process's numbers in, their sums over all out."""
 Plan = Iterator[tuple[list[tuple[Tensor, int]], int]]
 """Of each batch the row numbers of each local share, how many they are, and all its rows."""
 KEPT = 4  # places in a stream: a batch is on its way to the GPU while others are used

@@ -31,7 +31,7 @@ from dpframe.errors import UserError, listed
 SHOWN = 10  # row numbers in an error
 HOW = "make all rows alike, or combine them in your DataModule's collate"
 Shares = Callable[[Sequence], list[Sequence]]
-"""A strategy's `split_rows`: a global batch's rows in, the shares of this process's replicas out."""
+"""A strategy's `split_rows`: a batch's rows in, the shares of this process's replicas out."""
 
 
 class DataModule:
