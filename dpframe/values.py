@@ -3,8 +3,11 @@
 import math
 import types
 from dataclasses import fields
+from functools import cache
+from itertools import chain
 from numbers import Integral, Number, Real
-from typing import Any, Literal, Union, get_args, get_origin
+from os import PathLike
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from dpframe.errors import UserError
 
@@ -27,6 +30,7 @@ WORDS = {
     bool: "true or false",
     str: "text",
     type(None): "null",
+    PathLike: "a path",
     list: "a list",
     list[str]: "a list of names",
     list[int]: "a list of whole numbers",
@@ -37,14 +41,17 @@ def check_types(settings: Any, group: str) -> None:
     """Refuses what the annotations of a dataclass of settings do not have. NumPy's numbers become
     Python's, which a resumed run compares them with."""
     for each in fields(settings):
-        value = getattr(settings, each.name)
-        check_type(f"{group}.{each.name}", value, each.type)
+        value, hint = getattr(settings, each.name), cast("Any", each.type)
+        options = options_of(hint)
+        if type(value) in options or (type(value) is str and value in options):
+            continue
+        check_type(f"{group}.{each.name}", value, hint)
         if isinstance(value, Number) and hasattr(value, "item"):
             setattr(settings, each.name, value.item())
 
 
 def check_type(key: str, value: Any, hint: Any) -> None:
-    if not fits(value, hint):
+    if type(value) not in options_of(hint) and not fits(value, hint):
         raise unfit(key, value, hint)
 
 
@@ -53,7 +60,8 @@ def refuse_below(key: str, value: Any, least: float = 1, use: str = "") -> None:
     is."""
     if value is None:
         return
-    check_type(key, value, type(least))
+    if type(value) is not type(least):
+        check_type(key, value, type(least))
     if not value >= least:
         raise UserError(f"{key}={value} is out of range; use {use or f'{least:g} or more'}")
 
@@ -79,18 +87,22 @@ def fits(value: Any, hint: Any) -> bool:
     return any(_is_of(value, option) for option in options_of(hint))
 
 
+@cache
 def options_of(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    """The types that an annotation allows, and the texts of a Literal."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(chain.from_iterable(map(options_of, get_args(hint))))
+    return get_args(hint) if get_origin(hint) is Literal else (hint,)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
     if kind is Any:
         return True
+    if isinstance(kind, str):
+        return isinstance(value, str) and value == kind
     if kind in (int, float):
         is_number = isinstance(value, Integral if kind is int else Real)
         return is_number and not isinstance(value, bool)
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
     try:
         return isinstance(value, get_origin(kind) or kind)
     except TypeError:  # e.g. a Protocol
@@ -118,10 +130,5 @@ def kind_of(value: Any) -> str:
 def describe_type(hint: Any) -> str:
     """A type annotation in words."""
     options = options_of(hint)
-    if len(options) > 1:
-        return " or ".join(
-            describe_type(each) for each in options if each is not int or float not in options
-        )
-    if get_origin(hint) is Literal:
-        return " or ".join(map(str, get_args(hint)))
-    return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
+    kept = [each for each in options if each is not int or float not in options]
+    return " or ".join(WORDS.get(each) or str(getattr(each, "__name__", each)) for each in kept)

@@ -370,7 +370,7 @@ def test_the_directory_of_a_run_is_where_the_program_has_named_it(tmp_path, monk
     Trainer(Moves(), Rows(), max_epochs=1, run=run, callbacks=[Checkpoint()]).fit()
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
     assert (tmp_path / "here" / "run" / "checkpoints" / "last.ckpt").is_file()
-    with pytest.raises(UserError, match="^directory=3 is a whole number; use text or Path"):
+    with pytest.raises(UserError, match="^directory=3 is a whole number; use text or a path"):
         RunInfo(directory=3)
 
 

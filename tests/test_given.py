@@ -289,6 +289,7 @@ OBJECTS = [
     (lambda: Trainer(Small(), Rows(), seed=None), "seed=null is nothing; use a whole number"),
     (lambda: Trainer(Small(), Rows(), seed=1.5), "seed=1.5 is a fraction; use a whole number"),
     (lambda: Trainer(Small(), Rows(), seed=-1), "seed=-1 is out of range; use 0 to 2**63 - 1"),
+    (lambda: trainer().prepare(3), "resume=3 is a whole number; use text or a path"),
     (lambda: scaled({"batch_size": "64"}), "task.scale_lr.batch_size=64 is text; use a whole num"),
     (lambda: measuring({1: 2.0}), "a step returned 1 as a metric's name; use text, e.g. 'mae'"),
     (lambda: measuring({"n": 10**400}), "Measures.training_step returned 'n' as a whole number "),

@@ -191,6 +191,33 @@ def test_an_optimizer_that_needs_a_closure_leaves_out_a_step_that_begins_wrong()
     assert is_same(found[1], found[2]) and not is_same(found[2], found[3])
 
 
+class Twice(Traced):
+    is_spoilt = False
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        output = super().training_step(batch)
+        return {"loss": output["loss"] * torch.nan} if self.is_spoilt else output
+
+
+def test_a_step_whose_gradients_can_not_be_computed_again_is_left_out():
+    returned, kept = [], []
+
+    def again(trainer: Any) -> None:
+        trainer.task.is_spoilt = trainer.global_step == 2
+        returned.append(trainer.recompute_gradients())
+        trainer.task.is_spoilt = False
+
+    def keep(trainer: Any) -> None:
+        kept.append(deepcopy([trainer.task.state_dict(), trainer.update.optimizer.state_dict()]))
+
+    task = Twice(partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    hooks = Hooks(on_before_step=again, on_step_end=keep)
+    made = fitted(task, Rows(shuffle=False), callbacks=[hooks], on_nonfinite="skip", max_epochs=1)
+    assert [each is None for each in returned] == [False, False, True, False, False]
+    assert made.progress.skipped_steps == 1 and made.global_step == 5
+    assert is_same(kept[1], kept[2]) and not is_same(kept[2], kept[3])
+
+
 def test_one_of_several_turns_is_left_out_alone():
     class Blinks(Pair):
         def training_step(self, batch: Any, turn: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class CallbackView:
 
     def recompute_gradients(self) -> list[Measured] | None:
         """For `on_before_step`: computes the gradients of this step's batches again, at the current
-        weights, and returns what the steps measured; None if the step is skipped."""
+        weights, and returns what the steps measured; None if the step is left out."""
         return self.training.step.recompute()
 
     def log(self, scalars: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class RunInfo:
     is_claimed: bool = False  # by whoever made it: nothing there is another run's
 
     def __post_init__(self) -> None:
-        check_type("directory", self.directory, str | Path)
+        check_type("directory", self.directory, str | os.PathLike)
         refuse_url("directory", self.directory)
         if self.directory:  # a setup may change the working directory
             self.directory = os.path.abspath(self.directory)

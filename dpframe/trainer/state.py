@@ -25,6 +25,7 @@ from dpframe.trainer.optimizer_state import Mismatch
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.updates import Updates
+from dpframe.values import check_type
 
 Start = dict[str, Any] | str | os.PathLike[str] | None
 """What a run resumes from: a checkpoint's state, its file, or `last`."""
@@ -154,6 +155,7 @@ def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[st
     """The state that a run resumes from."""
     if resume is None or isinstance(resume, dict):
         return resume
+    check_type("resume", resume, str | os.PathLike)
     if resume != "last":
         return checkpoint.load(Path(resume), key="resume", whole=whole)
     folder = Path(directory) / "checkpoints"

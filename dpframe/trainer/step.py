@@ -104,7 +104,9 @@ class Step:
         """The gradients of the same batches again, at the weights as they are now."""
         self.update.clear()
         with self.task_metrics.apart():  # they have counted these rows
-            return self.gradients(self.batches, self.update)
+            measured = self.gradients(self.batches, self.update)
+        self.update.is_refused = measured is None  # the step is left out
+        return measured
 
     def _compute_again(self) -> list[Measured]:
         measured = self.recompute()

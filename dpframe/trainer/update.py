@@ -126,6 +126,7 @@ class Update:
             self.backward = with_default_dtype(self.dtype, self.backward)
         self.step = timed("optimizer", self._clip_and_step, is_profiled=settings.profile)
         self.refuses: Callable[[Tensor], bool] | None = None  # a norm that leaves out its step
+        self.is_refused = False  # this step, by a loss of gradients that were computed again
         # Of the step that is logged next, if it had a turn.
         self.grad_norm: Tensor | None = None
         self.rates: dict[str, float] | None = None
@@ -191,7 +192,7 @@ class Update:
         not finite, and the step has to be left out."""
         if self.clip_norm is not None or is_logged or self.refuses is not None:
             norm = self._total_norm()
-            if self.refuses is not None and self.refuses(norm):
+            if self.is_refused or (self.refuses is not None and self.refuses(norm)):
                 return False
             if self.clip_norm is not None:
                 clip_grads_with_norm_(self._parts(), self.clip_norm, norm)
@@ -231,6 +232,7 @@ class Update:
 
     def skip(self, *, is_logged: bool) -> None:
         """In place of `step`, after a loss or gradients that are not finite."""
+        self.is_refused = False
         if is_logged:
             self.rates = self.learning_rates()
         self.clear()
