@@ -23,7 +23,7 @@ from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.calendar import StopPoll
 from dpframe.trainer.feed import evaluated
-from dpframe.trainer.outputs import Measured, explain_backward
+from dpframe.trainer.outputs import Measured, refuse_backward
 from dpframe.trainer.placement import Precision, with_default_dtype
 from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
 from dpframe.trainer.profile import timed
@@ -216,8 +216,12 @@ class Evaluations:
         task has its buffers and attributes again."""
         devices = self._shared.strategy.local_devices
         random_state = seeding.random_state(devices)
-        with put_back(self._shared.task), explain_backward(self._shared.task):
-            names = self._means(at_most=batches)
+        with put_back(self._shared.task):
+            try:
+                names = self._means(at_most=batches)
+            except RuntimeError as error:
+                refuse_backward(error, self._shared.task)
+                raise
         seeding.restore_random_state(random_state, devices)
         self._shared.task_metrics.tables.clear()
         return list(names)

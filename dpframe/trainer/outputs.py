@@ -1,8 +1,6 @@
 """What a step may return, and what is made of it: its loss, losses by name, and weights."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -63,19 +61,14 @@ def _is_misspelt(*names: str) -> bool:
     return bool(nearest("loss", filter(str.isalpha, names), cutoff=MISSPELT))
 
 
-@contextmanager
-def explain_backward(task: Task) -> Iterator[None]:
-    """Tells of a training_step that calls backward, which a validation meets first."""
-    try:
-        yield
-    except RuntimeError as error:
-        called = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
-        if NO_GRADIENT not in str(error) or not {"training_step", "backward"} <= called:
-            raise
-        name = type(task).__name__
+def refuse_backward(error: RuntimeError, task: Task) -> None:
+    """Tells of a training_step that calls backward, which a validation by it meets first."""
+    called = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+    if NO_GRADIENT in str(error) and {"training_step", "backward"} <= called:
         raise UserError(
-            f"{name}.training_step calls backward(), which the Trainer does with the loss that it "
-            "returns; leave it out, or write a validation_step where it is for something else"
+            f"{type(task).__name__}.training_step calls backward(), which the Trainer does with "
+            "the loss that it returns; leave it out, or write a validation_step where it is for "
+            "something else"
         ) from error
 
 
