@@ -181,6 +181,26 @@ LONGER = {  # each scheduler for a run, and for one of twice the length
 }
 
 
+def test_an_option_of_a_scheduler_that_has_changed_is_told_by_the_name_that_one_types():
+    def made(**options) -> Small:
+        return Small(scheduler=partial(OneCycleLR, max_lr=0.2, **options))
+
+    data = {"data": Rows(4, 4), "max_epochs": 4, "scheduler_every": "step"}
+    state = fitted(made(), **data).state_dict()
+    for option, before, after in (
+        ("pct_start", 0.3, 0.4),
+        ("anneal_strategy", "cos", "linear"),
+        ("three_phase", "false", True),
+        ("div_factor", 25.0, 10.0),
+    ):
+        line = (
+            f"continue: scheduler.{option}={before} there, {str(after).replace('T', 't')} here; set"
+        )
+        with pytest.raises(UserError, match=line):
+            trainer(made(**{option: after}), **data).fit(deepcopy(state))
+    trainer(made(pct_start=0.3), **data).prepare(deepcopy(state))  # torch's default
+
+
 @pytest.mark.parametrize("case", LONGER)
 @pytest.mark.parametrize("every", ["epoch", "step"])
 def test_a_resume_with_other_options_goes_on_as_if_they_had_been_there_from_the_start(case, every):

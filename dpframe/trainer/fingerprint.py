@@ -15,7 +15,7 @@ from dpframe.data import DataModule, is_tensors
 from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.lr_schedule import StepSchedule
+from dpframe.trainer.lr_schedule import StepSchedule, by_arguments
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
@@ -65,7 +65,8 @@ def fingerprint(
     facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
         facts |= update.kinds()
-        facts |= _of_schedule(update, config if "task" in run.config else {})
+        make = task.make_schedulers.get(update.name, task.make_scheduler)
+        facts |= _of_schedule(update, make, config if "task" in run.config else {})
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
     if feed.train.division is not None:
@@ -80,12 +81,14 @@ def _options(task: Task, update: Update) -> dict[str, Any]:
     return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
 
 
-def _of_schedule(update: Update, config: Fingerprint) -> Fingerprint:
+def _of_schedule(update: Update, make: Any, config: Fingerprint) -> Fingerprint:
     """The options of a scheduler that the config does not have. `task.schedule` has its own key."""
     if update.scheduler is None or isinstance(update.scheduler, StepSchedule):
         return {}
-    options = {k: v for k, v in update.options["schedule"]["options"].items() if k != "total_steps"}
-    if not config:  # what it keeps in the optimizer's groups
+    kept = update.options["schedule"]["options"]
+    found = by_arguments(kept, update.scheduler, make)
+    options = {name: value for name, value in found.items() if name != "total_steps"}
+    if found is kept and not config:  # what it keeps in the optimizer's groups
         own = {"name", "initial_lr", *update.optimizer.defaults}
         groups = update.options["groups"]
         options["groups"] = [{k: v for k, v in g.items() if k not in own} for g in groups]

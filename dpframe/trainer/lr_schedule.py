@@ -91,6 +91,21 @@ def _lengths_in(state: Any) -> Iterator[tuple[str, int, int]]:
                 yield from _lengths_in(part)
 
 
+def by_arguments(options: dict[str, Any], scheduler: Any, make: Any) -> dict[str, Any]:
+    """The options by the names of the class's arguments: torch keeps other things of some, e.g. of
+    `pct_start`. As they are, where `make` is no partial with plain arguments."""
+    given: dict[str, Any] = {}
+    while isinstance(make, partial):
+        given, make = {**make.keywords, **given}, make.func
+    taken = inspect.signature(type(scheduler)).parameters
+    if not given or not given.keys() <= taken.keys() or _options_in(given) != given:
+        return options
+    typed = {name: given.get(name, each.default) for name, each in taken.items()}
+    known = {name: options.get(name, value) for name, value in typed.items()}
+    unknown = inspect.Parameter.empty  # the optimizer
+    return {n: v for n, v in known.items() if n not in NO_OPTIONS and v is not unknown}
+
+
 def options_of(scheduler: Any) -> dict[str, Any]:
     """What its constructor has decided: what is plain in the state of a new scheduler."""
     return {} if scheduler is None else _options_in(scheduler.state_dict())
