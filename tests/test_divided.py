@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import DataModule, ShardedStream, Strategy, UserError
+from dpframe.data.divided import look
 from dpframe.strategies.ddp import DDP
 
 ROWS, BATCH = 22, 8
@@ -128,6 +129,11 @@ KINDS = {
     "as many rows": (partial(Part, True), "other rows on rank 1 than on rank 0"),
     "that begin alike": (Middle, "other rows on rank 1 than on rank 0"),
 }
+
+
+def test_a_number_of_a_column_is_looked_at_as_any_other():
+    number = torch.arange(9).view(3, 3)[:1, 0]  # its stride is 3
+    assert look([number]) == look([torch.tensor([0])]) != look([torch.tensor([1])])
 
 
 def refused(strategy: Strategy, make: Any) -> str:

@@ -450,9 +450,12 @@ def gathers_anything(strategy: Strategy) -> list[Any]:
         for dtype in TYPES:
             rows[-1].append(task.all_gather((9 * x.T).contiguous().T.to(dtype)).tolist())
 
-    one = fitted(
-        Gathers(keep), Rows(21, 7), strategy=strategy, max_steps=1, max_epochs=1, share_check="off"
-    )
+    def keep_column(task: Task, x: Tensor) -> None:
+        rows.append(task.all_gather(x[:, 0]).tolist())
+
+    options = {"strategy": strategy, "max_steps": 1, "max_epochs": 1, "share_check": "off"}
+    one = fitted(Gathers(keep), Rows(21, 7), **options)
+    fitted(Gathers(keep_column), Rows(4, 4, val=False), **options)  # of each rank one row
     with pytest.raises(UserError) as caught:
         one.task.all_gather(torch.ones(2))
     return strategy.collectives.gather((rows, str(caught.value)))
@@ -469,6 +472,10 @@ def test_any_type_of_rows_is_gathered_in_the_order_of_the_batch():
     x = batch.shares[0].batch[0]
     wanted = [(x > 0).tolist(), *((9 * x).to(dtype).tolist() for dtype in TYPES)]
     assert ranks[0][0][0] == wanted
+    one = trainer(data=Rows(4, 4, val=False))
+    one.prepare()
+    batch, *_ = one.feed.train.epoch()
+    assert ranks[0][0][-1] == batch.shares[0].batch[0][:, 0].tolist()
 
 
 def test_replicas_of_one_process_gather_rows_in_the_order_of_the_batch():

@@ -68,8 +68,7 @@ def _told(leaf: Any) -> Any:
         sums = [float(x.sum()) for x in (flat, flat * ramp)]
         return Floats(tuple(leaf.shape), sums, float(flat.abs().sum()))
     if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-        content = leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-        return hashlib.sha256(content.tobytes()).hexdigest()
+        return hashlib.sha256(leaf.detach().cpu().numpy().tobytes()).hexdigest()
     if isinstance(leaf, bool | int | float | str | bytes | None):
         return leaf
     return type(leaf).__name__

@@ -113,8 +113,7 @@ class GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, size: int, total: int, group: Any) -> Tensor:
         ctx.group = group
         ctx.first, ctx.count = dist.get_rank(group) * size, len(x)
-        padding = x.new_zeros(size - len(x), *x.shape[1:])
-        padded = torch.cat([x, padding]) if len(padding) else x.contiguous()
+        padded = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
         ranks = dist.get_world_size(group)
         gathered = x.new_empty(ranks * size, *x.shape[1:])
         # As bytes, which every backend can send, whatever the type.
