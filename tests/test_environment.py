@@ -133,6 +133,25 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     assert line.startswith("dpframe: rank 0 on ") and "Address already in use; export" in line
 
 
+def meets_twice() -> None:
+    for seconds in (600, 300):
+        with DDP(accelerator="cpu", timeout_seconds=seconds) as strategy:
+            print(strategy.collectives.sum_numbers([1.0]))
+
+
+def test_a_second_group_of_srun_may_have_another_timeout(tmp_path):
+    two = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    two |= {"MASTER_ADDR": "127.0.0.1"}
+    tasks = [TASK | two | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    with (
+        forked.started([], tmp_path, program=meets_twice, **tasks[0]) as main,
+        forked.started([], tmp_path, program=meets_twice, **tasks[1]) as other,
+    ):
+        for job in (main, other):
+            assert job.wait() == 0, job.said()
+            assert job.printed() == "[2.0]\n[2.0]\n"
+
+
 def test_a_mode_of_one_process_is_refused_under_srun(tmp_path):
     task = TASK | {"SLURM_PROCID": "0"}
     for mode in ("tune", "verify"):

@@ -97,7 +97,7 @@ class Processes(Strategy):
         if self.nodes > 1:
             environment.choose_interface()
         timeout = timedelta(seconds=self.timeout_seconds)
-        store = self._host_store(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
+        store = self._host_store() or next(dist.rendezvous("env://", timeout=timeout))[0]
         store.set_timeout(timeout)
         # torchrun's store outlives a group; the next one must not find the keys of this one.
         self._store = dist.PrefixStore(f"dpframe{next(_group_numbers)}", store)
@@ -110,12 +110,12 @@ class Processes(Strategy):
             timeout=timeout,
         )
 
-    def _host_store(self, timeout: timedelta) -> dist.Store | None:
+    def _host_store(self) -> dist.Store | None:
         """The store, in rank 0 of a launcher that keeps none; torch's own would listen on every
         network that this machine is in."""
         if self.rank > 0 or environment.has_store():
             return None
-        return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+        return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     @property
     def devices(self) -> list[str]:
@@ -217,14 +217,13 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 @cache  # the other ranks may be there already for the next group
-def _store_at(host: str, port: int, timeout: timedelta) -> dist.Store:
+def _store_at(host: str, port: int) -> dist.Store:
     listening = environment.listen(host, port)
     return dist.TCPStore(
         host,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timeout,
         master_listen_fd=listening.detach(),
     )
 
