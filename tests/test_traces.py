@@ -10,6 +10,7 @@ from dpframe import errors, traces
 OWN = """
 import dpframe
 import dpframe.recipes.boston as b
+import torch
 
 class Bug(b.Boston):
     def training_step(self, batch):
@@ -22,17 +23,37 @@ class Hook(dpframe.Callback):
     def on_step_end(self, trainer):
         {}["x"]
 
+class Row(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        raise KeyError("a bug")
+
+class Rows(dpframe.DataModule):
+    def __init__(self, batch_size, workers, **more):
+        super().__init__(batch_size, workers=workers)
+
+    def train_dataset(self):
+        return Row()
+
+class InPlace(b.Boston):
+    def training_step(self, batch):
+        error = self.net(batch[0]).exp()
+        error += 1
+        return {"loss": error.mean()}
+
 class AtEnd(dpframe.Callback):
     def on_validation_end(self, trainer):
         {}["x"]
 """
 FOLDED = r"""Traceback \(most recent call last\):
   … \d+ frames of dpframe \(HYDRA_FULL_ERROR=1 shows them\)
-  File ".*own\.py", line 10, in validation_step
+  File ".*own\.py", line 11, in validation_step
     return super\(\)\.validation_step\(batch\)
 [ ^]+
   … 1 frame of dpframe
-  File ".*own\.py", line 7, in training_step
+  File ".*own\.py", line 8, in training_step
     raise KeyError\("a bug"\)
 KeyError: 'a bug'
 """
@@ -49,6 +70,30 @@ def folder(tmp_path):
 def test_a_traceback_begins_at_the_users_code_and_folds_dpframes_frames(folder):
     (done,) = attempts([BUG], folder)
     assert done.code == 1 and re.fullmatch(FOLDED, done.err), done.err
+
+
+ROW = r"""Traceback \(most recent call last\):
+  … \d+ frames of dpframe \(HYDRA_FULL_ERROR=1 shows them\)
+KeyError: Caught KeyError in DataLoader worker process 0\.
+Original Traceback \(most recent call last\):
+  … \d+ frames of dpframe \(HYDRA_FULL_ERROR=1 shows them\)
+  File ".*own\.py", line 22, in __getitem__
+    raise KeyError\("a bug"\)
+KeyError: 'a bug'
+while reading row \d of Row
+"""
+UNREAD = ["data._target_=own.Rows", "data.workers=1", "trainer.share_check=off", "callbacks=none"]
+
+
+def test_that_of_a_data_worker_and_of_autograd_are_too(folder):
+    options = ["recipe=boston", "logger=none", "hydra.run.dir=run", "trainer.sanity_batches=0"]
+    worker, graph = attempts([[*options, *UNREAD], [*options, "task._target_=own.InPlace"]], folder)
+    said = worker.err[worker.err.index("Traceback") :].partition("\ndpframe: ")[0]
+    assert worker.code == 1 and re.fullmatch(ROW, said), worker.err
+    first, frames, error, *rest = graph.err.splitlines()
+    assert re.fullmatch(r"  … \d+ frames of dpframe \(HYDRA_FULL_ERROR=1 shows them\)", frames)
+    assert error.startswith("RuntimeError: one of the variables needed for gradient computation")
+    assert len(rest) <= 1
 
 
 def test_that_of_a_rank_is_folded_too(folder):
