@@ -20,8 +20,8 @@ from dpframe import DataModule, Task, Trainer, seeding
 from dpframe.config.build import build, check_targets
 from dpframe.config.compose import composed
 from dpframe.data import split
-from dpframe.patterns import blocks
 from dpframe.strategies.fsdp import FSDP
+from dpframe.util.patterns import blocks
 
 Seconds = tuple[float, float]  # wall and processor
 SMALL = ["recipe=gpt", "task.layers=3", "data.batch_size=8", "data.block=64"]

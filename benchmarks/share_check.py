@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 from dpframe import Task
 from dpframe.strategies.data_parallel import DataParallel
+from dpframe.trainer.checks.share_check import judge
+from dpframe.trainer.checks.trial import Trial
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.share_check import judge
-from dpframe.trainer.trial import Trial
 
 WIDTH = 1024
 MIB = 2**20

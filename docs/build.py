@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from dpframe.config.help import Setting, comment_of, settings_of, top_level
+from dpframe.config.loader import GROUPS, Configs
 from dpframe.config.schema import RunSettings
-from dpframe.config.search import GROUPS, Configs
 from dpframe.trainer.settings import CHOICES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -31,7 +31,7 @@ _HOME = {
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
     "load": "dpframe.config.load",
-    "locked": "dpframe.files",
+    "locked": "dpframe.util.files",
     "run": "dpframe.cli.api",
 }
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from dpframe.data import DataModule as DataModule
     from dpframe.data.stream import ShardedStream as ShardedStream
     from dpframe.errors import UserError as UserError
-    from dpframe.files import locked as locked
     from dpframe.loggers import Logger as Logger
     from dpframe.schedules import LRSchedule as LRSchedule
     from dpframe.strategies import Strategy as Strategy
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from dpframe.trainer import RunInfo as RunInfo
     from dpframe.trainer import Trainer as Trainer
     from dpframe.trainer.settings import TrainerSettings as TrainerSettings
+    from dpframe.util.files import locked as locked
 
 __all__ = [*_HOME]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe.accelerator import has_float64
+from dpframe.devices.accelerator import has_float64
 from dpframe.errors import UserError
 from dpframe.exact import Exact
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe.errors import UserError, suggestion
-from dpframe.patterns import match_parameters
+from dpframe.util.patterns import match_parameters
 
 GROUPS = "task.optimizer.groups"
 

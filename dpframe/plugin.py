@@ -6,11 +6,10 @@ dpframe's. Each is imported when it is first used. docs/stability.md says how th
 
 from typing import TYPE_CHECKING
 
-from dpframe.lazy import lazy
+from dpframe.util.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe import checkpoint as checkpoint
-    from dpframe import memory as memory
     from dpframe import seeding as seeding
     from dpframe.checkpoint.seal import step_of as step_of
     from dpframe.config.compose import Composed as Composed
@@ -26,14 +25,15 @@ if TYPE_CHECKING:
     from dpframe.data.module import leaves as leaves
     from dpframe.data.preparation import call_prepare_data as call_prepare_data
     from dpframe.data.source import Source as Source
+    from dpframe.devices import memory as memory
     from dpframe.errors import Failure as Failure
     from dpframe.errors import first_line as first_line
     from dpframe.errors import not_one_of as not_one_of
     from dpframe.errors import suggestion as suggestion
     from dpframe.launch import environment as environment
     from dpframe.launch import signals as signals
-    from dpframe.launch.faults import RankFailed as RankFailed
     from dpframe.launch.local import allow_fork as allow_fork
+    from dpframe.launch.rank_errors import RankFailed as RankFailed
     from dpframe.metrics import fraction as fraction
     from dpframe.metrics import is_number as is_number
     from dpframe.modes.measure import WARM_UPS as WARM_UPS
@@ -60,16 +60,16 @@ if TYPE_CHECKING:
     from dpframe.strategies.group import GroupCollectives as GroupCollectives
     from dpframe.strategies.processes import Processes as Processes
     from dpframe.trainer import Predictions as Predictions
+    from dpframe.trainer.compute.placement import default_dtype as default_dtype
     from dpframe.trainer.feed import Feed as Feed
     from dpframe.trainer.outputs import Measured as Measured
-    from dpframe.trainer.placement import default_dtype as default_dtype
     from dpframe.values import refuse_below as refuse_below
 
 _NAMES = {
     # What may go wrong.
     "errors": ("Failure", "first_line", "not_one_of", "suggestion"),
     "values": ("refuse_below",),
-    "launch.faults": ("RankFailed",),
+    "launch.rank_errors": ("RankFailed",),
     # A mode: its job, the parts of it, and what it prints.
     "config.compose": ("Composed", "composed"),
     "config.parts": ("callbacks_of", "data_of", "strategy_of", "task_of"),
@@ -88,7 +88,7 @@ _NAMES = {
         *("Probe", "Sampled", "WARM_UPS", "bytes_of", "now", "refuse_by_hand", "short"),
         "tensors_of",
     ),
-    "memory": ("memory",),
+    "devices.memory": ("memory",),
     # A strategy, and its processes.
     "strategies.collectives": ("Collectives",),
     "strategies.devices": ("Gpus", "REHEARSED_REPLICAS"),
@@ -112,7 +112,7 @@ _NAMES = {
     "trainer": ("Predictions",),
     "trainer.feed": ("Feed",),
     "trainer.outputs": ("Measured",),
-    "trainer.placement": ("default_dtype",),
+    "trainer.compute.placement": ("default_dtype",),
 }
 _HOMES = {name: f"dpframe.{home}" for home, names in _NAMES.items() for name in names}
 __all__ = [*_HOMES]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpframe.accelerator import in_use
+from dpframe.devices.accelerator import in_use
 
 
 def seed_everything(seed: int, devices: Sequence[torch.device] | None = None) -> None:

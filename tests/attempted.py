@@ -39,7 +39,7 @@ def refusals(lines: list[list[str]], config_dir: str | None) -> list[str]:
     """What is said of each line as it is composed, "" if nothing. One search path serves all, as in
     a sweep: what a hint needs is composed once."""
     from dpframe.config.compose import compose, from_hydra
-    from dpframe.config.search import Configs
+    from dpframe.config.loader import Configs
     from dpframe.errors import UserError
 
     said, configs = [], Configs(config_dir)

@@ -15,7 +15,7 @@ from small import Adam, Small
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, files, seeding
+from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, seeding
 from dpframe import checkpoint as checkpoints
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.checkpoint import seal
@@ -25,6 +25,7 @@ from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.ddp import DDP
 from dpframe.trainer import RunInfo
 from dpframe.trainer.progress import Progress
+from dpframe.util import files
 
 STEPS = 12  # three epochs of seven batches, two to a step
 ROWS = 26

@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 from dpframe import Task
 from dpframe.strategies.data_parallel import DataParallel
+from dpframe.trainer.checks.share_check import NOT_COMPARED, judge
+from dpframe.trainer.checks.trial import CUT, EXACT, ROUNDINGS, ROWS, Trial
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.share_check import NOT_COMPARED, judge
-from dpframe.trainer.trial import CUT, EXACT, ROUNDINGS, ROWS, Trial
 
 ROW_LOSSES: list[Callable[..., Tensor]] = [
     lambda f, x, y, k: (f - y).square(),

@@ -18,7 +18,7 @@ from dpframe.modes.measure import Probe
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer.activations import KEY, Recomputed, drop_activations
+from dpframe.trainer.compute.activations import KEY, Recomputed, drop_activations
 
 WIDTH = 8
 

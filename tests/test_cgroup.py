@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from dpframe import cgroup, memory
-from dpframe.accelerator import cores
+from dpframe.devices import cgroup, memory
+from dpframe.devices.accelerator import cores
 
 GIB = 2**30
 POD = "kubepods/pod7/box"

@@ -16,7 +16,7 @@ from forked import fresh
 
 from dpframe.cli import main
 from dpframe.config.compose import compose, from_hydra
-from dpframe.config.search import Configs
+from dpframe.config.loader import Configs
 from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"

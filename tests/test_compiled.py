@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from dpframe import Strategy
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import CPU
-from dpframe.trainer.compiled import Compiled
+from dpframe.trainer.compute.compiled import Compiled
 
 
 class Sized(Rows):

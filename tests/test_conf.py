@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from dpframe.config import modes
 from dpframe.config.build import build, check_targets, slots
 from dpframe.config.compose import composed
+from dpframe.config.loader import GROUPS
 from dpframe.config.schema import is_off
-from dpframe.config.search import GROUPS
 from dpframe.config.target import find
 from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command import write
 
-from dpframe.config.search import Configs
+from dpframe.config.loader import Configs
 from dpframe.errors import UserError
 
 LAUNCHER = """

@@ -30,9 +30,9 @@ from torch.utils.data import (
 )
 
 from dpframe import DataModule, UserError, seeding
-from dpframe.accelerator import has_streams
 from dpframe.data import Loader, Share, is_tensors, move, permutation, split, tensors_of
 from dpframe.data.module import leaves, mapped
+from dpframe.devices.accelerator import has_streams
 
 REPLICAS = (1, 2, 3, 4, 8)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dpframe.trainer import dynamo
+from dpframe.trainer.compute import dynamo
 
 STOCK = [
     name

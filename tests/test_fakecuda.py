@@ -397,7 +397,7 @@ MUTANTS = {
         "{'clip_norm': 1.0, 'data_on_device': False}]",
     ),
     "the loss is read in each step": (
-        "trainer/guard.py",
+        "trainer/checks/loss_guard.py",
         "self._is_deferred = not (self._skips or strategy.device.type in outputs.READ_AT_ONCE)",
         "self._is_deferred = False",
         GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-{}]",

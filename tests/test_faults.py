@@ -10,7 +10,7 @@ from small import Rows, Small, fitted, is_same, trainer
 
 import dpframe
 from dpframe.errors import Failure
-from dpframe.modes import faults
+from dpframe.modes import error_lines
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import SingleGPU
 
@@ -67,7 +67,10 @@ class Full(Small):
 def test_a_batch_is_halved_while_a_replica_has_several_rows(rows, said):
     strategy = DataParallel(3, "cpu")
     made = trainer(Full(), Rows(40, rows), strategy=strategy, checkpoint_activations="net.0")
-    with pytest.raises(Failure, match=f"; {said}"), faults.explain(strategy, made.settings, made):
+    with (
+        pytest.raises(Failure, match=f"; {said}"),
+        error_lines.explain(strategy, made.settings, made),
+    ):
         made.fit()
 
 
@@ -202,7 +205,7 @@ def test_a_gpu_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()
     made = trainer(Hungry(), Rows(40, 12), strategy=strategy)
-    with pytest.raises(Failure) as caught, faults.explain(strategy, made.settings, made):
+    with pytest.raises(Failure) as caught, error_lines.explain(strategy, made.settings, made):
         made.fit()
     replicas = f"{strategy.replicas} replica"
     assert re.match(

@@ -15,12 +15,12 @@ from command import environment
 
 from dpframe import UserError
 from dpframe.errors import Interrupted
-from dpframe.launch import fresh, signals
+from dpframe.launch import interpreter, signals
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
     """By a pickle that no pipe takes at once, as a real model's."""
-    return fresh.call(without_ballast, function, args, bytes(4 * 2**20))
+    return interpreter.call(without_ballast, function, args, bytes(4 * 2**20))
 
 
 def without_ballast(function: Callable[..., Any], args: tuple, ballast: bytes) -> Any:
@@ -29,7 +29,7 @@ def without_ballast(function: Callable[..., Any], args: tuple, ballast: bytes) -
 
 def test_what_no_pipe_takes_at_once_arrives_and_comes_back():
     content = os.urandom(2**20)
-    assert fresh.call(bytes, content) == content
+    assert interpreter.call(bytes, content) == content
 
 
 def told(text: str) -> int:
@@ -96,4 +96,4 @@ def test_it_ends_with_the_program_that_has_called_it(tmp_path):
 
 def test_what_no_process_can_get_is_refused_in_one_line():
     with pytest.raises(UserError, match="^another process can't get all of this: .*lock"):
-        fresh.pack(threading.Lock())
+        interpreter.pack(threading.Lock())

@@ -29,8 +29,8 @@ from dpframe import (
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
-from dpframe.launch.faults import RankFailed
-from dpframe.launch.fresh import pack, unpack
+from dpframe.launch.interpreter import pack, unpack
+from dpframe.launch.rank_errors import RankFailed
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.history import History
 from dpframe.loggers.tensorboard import TensorBoard
@@ -38,7 +38,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer.placement import (
+from dpframe.trainer.compute.placement import (
     default_dtype,
     process_settings,
     process_settings_restored,

@@ -15,7 +15,7 @@ from dpframe import Callback, DataModule, Task, Trainer, TrainerSettings, UserEr
 from dpframe.callbacks import EMA, SWA, Checkpoint, EarlyStopping, Histograms
 from dpframe.loggers import CSV
 from dpframe.strategies import DDP, FSDP, DataParallel
-from dpframe.trainer.given import CALLED, THEIRS
+from dpframe.trainer.checks.arguments import CALLED, THEIRS
 
 BASES = {Task: Small, DataModule: Rows, Callback: Callback}
 

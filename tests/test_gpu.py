@@ -42,13 +42,13 @@ from dpframe import (
     checkpoint,
     seeding,
 )
-from dpframe.accelerator import cores
 from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.data import Share
 from dpframe.data.loader import pinned
 from dpframe.data.module import leaves, tensors_in
 from dpframe.data.stream import ShardedStream
+from dpframe.devices.accelerator import cores
 from dpframe.errors import Failure
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.data_parallel import DataParallel

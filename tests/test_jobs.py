@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import dpframe
-from dpframe.accelerator import cores
+from dpframe.devices.accelerator import cores
 
 
 class Told(dpframe.Callback):

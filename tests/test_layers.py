@@ -25,23 +25,8 @@ FLOORS = {
     "strategies": 1,
     "checkpoint": 1,
 }  # everything else is on floor 0
-GROUND = {"data", "metrics", "seeding", "loggers", "errors"}
-GROUND |= {
-    "files",
-    "values",
-    "traces",
-    "lazy",
-    "accelerator",
-    "cgroup",
-    "patterns",
-    "memory",
-    "exact",
-    "lightning_names",
-    "scheduler_lengths",
-    "schedules",
-    "parameters",
-    "launch",
-}
+GROUND = {"data", "devices", "errors", "launch", "loggers", "metrics", "seeding", "util", "values"}
+GROUND |= {"exact", "lightning_names", "parameters", "scheduler_lengths", "schedules"}
 ENTRANCES = {
     "__init__",
     "__main__",
@@ -54,7 +39,7 @@ OWNERS = {
     "omegaconf": ["cli", "config"],
     "torch.distributed": [
         "checkpoint.sharded",
-        "launch.faults",
+        "launch.rank_errors",
         "launch.local",
         "launch.peers",
         "plugins.ray.strategy",

@@ -8,8 +8,8 @@ import torch
 from injector import run
 from small import Rows, Small, fitted
 
-from dpframe import memory
 from dpframe.callbacks.progress import Progress
+from dpframe.devices import memory
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU, SingleGPU

@@ -13,7 +13,7 @@ from small import Rows, Small, fitted
 
 from dpframe import Trainer, TrainerSettings, UserError, strategies
 from dpframe.strategies import DataParallel
-from dpframe.trainer.keywords import SettingsByName
+from dpframe.trainer.checks.keywords import SettingsByName
 
 STRATEGIES = (
     "strategy=dpp is not one of auto, cpu, single_gpu, data_parallel, ddp, fsdp, ray; did you mean "

@@ -20,7 +20,7 @@ from dpframe.data import permutation
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer.placement import DTYPES, process_settings_restored
+from dpframe.trainer.compute.placement import DTYPES, process_settings_restored
 
 # Precision
 

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import SWALR
 
 from dpframe import UserError
 from dpframe.config.build import build, check
-from dpframe.patterns import match_parameters
+from dpframe.util.patterns import match_parameters
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1}
 

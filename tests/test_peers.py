@@ -4,8 +4,8 @@ import pytest
 from torch.distributed import DistError, HashStore
 
 from dpframe import UserError
-from dpframe.launch.faults import RankFailed, describe, explain
 from dpframe.launch.peers import end_with_peers
+from dpframe.launch.rank_errors import RankFailed, describe, explain
 
 
 def notes_of(error: BaseException) -> str:

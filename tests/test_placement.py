@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import dpframe
 from dpframe.strategies.data_parallel import DataParallel
-from dpframe.trainer.placement import CHANNELS_LAST, align
+from dpframe.trainer.compute.placement import CHANNELS_LAST, align
 
 
 class Net(dpframe.Task):

@@ -24,7 +24,7 @@ from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.ddp import DDP
 from dpframe.trainer.callback import HOOKS
-from dpframe.trainer.fingerprint import DECIDING
+from dpframe.trainer.resume.fingerprint import DECIDING
 
 
 class Frozen(Small):

@@ -34,7 +34,7 @@ from dpframe import UserError, checkpoint
 from dpframe.errors import Interrupted
 from dpframe.launch import local, watchdog
 from dpframe.launch.environment import read_rank
-from dpframe.launch.faults import RankFailed
+from dpframe.launch.rank_errors import RankFailed
 from dpframe.launch.signals import Interruption
 from dpframe.strategies import processes
 from dpframe.strategies.ddp import DDP

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from dpframe import Task, UserError
 from dpframe.strategies.data_parallel import DataParallel
-from dpframe.trainer.rates import ScaledRates
+from dpframe.trainer.optim.rates import ScaledRates
 
 TWICE = {"batch_size": 2}  # an update has 4 rows
 SLOWLY = {"batch_size": 1, "factor": 1.5, "warmup_steps": 4}

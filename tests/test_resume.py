@@ -23,7 +23,7 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
-from dpframe.trainer.fingerprint import significant
+from dpframe.trainer.resume.fingerprint import significant
 
 HALVES = partial(StepLR, step_size=2, gamma=0.5)
 

@@ -21,7 +21,7 @@ from forked import fresh, started
 
 from dpframe import checkpoint
 from dpframe.checkpoint import seal
-from dpframe.config.start import resumed_file
+from dpframe.config.earlier_run import resumed_file
 from dpframe.errors import Failure
 from dpframe.modes.directory import Directory
 from dpframe.modes.output import logging_to

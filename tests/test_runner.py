@@ -3,7 +3,7 @@
 from hydra.core.hydra_config import HydraConfig
 
 from dpframe.cli.runner import compose_point
-from dpframe.config.search import Configs
+from dpframe.config.loader import Configs
 
 
 def test_a_point_is_a_run_of_its_own_with_its_number(monkeypatch):

@@ -29,17 +29,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Placed
 
-from dpframe import Strategy, Task, Trainer, UserError, checkpoint, files
+from dpframe import Strategy, Task, Trainer, UserError, checkpoint
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.freeze import Freeze
 from dpframe.checkpoint import file as one_file
 from dpframe.checkpoint import seal, sharded
 from dpframe.errors import Failure, Interrupted
-from dpframe.launch.faults import RankFailed
+from dpframe.launch.rank_errors import RankFailed
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
+from dpframe.util import files
 
 EXACT = 1e-12
 

@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from dpframe import DataModule, Strategy, Task, UserError, memory
+from dpframe import DataModule, Strategy, Task, UserError
 from dpframe.callbacks import Checkpoint, EarlyStopping
+from dpframe.devices import memory
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer import share_check, trial
+from dpframe.trainer.checks import share_check, trial
+from dpframe.trainer.checks.share_check import judge
+from dpframe.trainer.checks.trial import Trial
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.share_check import judge
-from dpframe.trainer.trial import Trial
 
 TWO = partial(DataParallel, 2, "cpu")
 

@@ -11,10 +11,11 @@ import torch
 from small import Adam, Rows, Small, fitted, is_same
 from torch import Tensor
 
-from dpframe import checkpoint, memory
+from dpframe import checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.checkpoint import file, snapshot
 from dpframe.checkpoint.snapshot import Snapshot
+from dpframe.devices import memory
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import SingleGPU
 

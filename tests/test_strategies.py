@@ -22,7 +22,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import BUFFERS, DDP
 from dpframe.strategies.processes import backend_of
 from dpframe.strategies.single import CPU, SingleGPU, auto
-from dpframe.trainer.placement import Precision
+from dpframe.trainer.compute.placement import Precision
 
 # Devices, on a machine that has none
 

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from dpframe import UserError
 from dpframe.cli.sweep import turn
+from dpframe.config.loader import directory_name
 from dpframe.config.objective import Objective, objective_of
-from dpframe.config.search import directory_name
 
 OWN = """
 import gc

@@ -5,7 +5,8 @@ import re
 import pytest
 from command import attempts, dpframe, write
 
-from dpframe import errors, traces
+from dpframe import errors
+from dpframe.util import traces
 
 OWN = """
 import dpframe

@@ -9,7 +9,7 @@ from small import Clock, Hooks, Rows, Small, fitted, gradients, trainer
 from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Callback, Logger, Task, TrainerSettings, UserError
-from dpframe.trainer import placement
+from dpframe.trainer.compute import placement
 
 # The four modes
 

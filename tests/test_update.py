@@ -20,7 +20,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 from dpframe.trainer import outputs
-from dpframe.trainer.optimizers import fuse
+from dpframe.trainer.optim.optimizers import fuse
 
 Make = Callable[..., torch.optim.Optimizer]
 SETTINGS: dict[str, Any] = {"max_epochs": 3, "precision": "64", "log_every": 1}

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from benchmarks.gpu.contests import LIGHTNING, RESIDENT, TUNED, Contest
 from dpframe import Callback, RunInfo, Strategy, Trainer
 from dpframe.data.order import permutation
+from dpframe.trainer.optim.step import fuse
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
-from dpframe.trainer.update import fuse
 
 OURS = "dpframe"
 BARE: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from dpframe.lazy import lazy
 from dpframe.trainer.callback import Callback as Callback
+from dpframe.util.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.callbacks.averages import EMA as EMA

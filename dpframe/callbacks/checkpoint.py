@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
 from dpframe.callbacks.monitor import Monitor, unfit_in_checkpoint
 from dpframe.checkpoint import seal
 from dpframe.checkpoint.plain import refuse_unplain
 from dpframe.errors import Interrupted, UserError, suggestion
 from dpframe.trainer.callback import Callback
+from dpframe.util import files
 from dpframe.values import ABOVE_0, refuse_below
 
 if TYPE_CHECKING:

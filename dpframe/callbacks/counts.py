@@ -9,7 +9,7 @@ from torch import Tensor, tensor
 from dpframe import seeding
 from dpframe.data import Batch, move
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.placement import default_dtype
+from dpframe.trainer.compute.placement import default_dtype
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

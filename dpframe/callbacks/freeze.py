@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dpframe.errors import UserError
-from dpframe.patterns import Patterns, match_parameters
 from dpframe.trainer.callback import Callback
+from dpframe.util.patterns import Patterns, match_parameters
 from dpframe.values import refuse_below
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dpframe.data.module import leaves, mapped
 from dpframe.errors import first_line
 from dpframe.task import Task
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.compute.placement import default_dtype
 from dpframe.trainer.evaluation import restore_modes
-from dpframe.trainer.placement import default_dtype
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -105,7 +105,7 @@ class Progress(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._draw(trainer)
         self._stop(trainer)
-        from dpframe.memory import peaks as peaks_of
+        from dpframe.devices.memory import peaks as peaks_of
 
         peaks = peaks_of(trainer.strategy)
         if not trainer.strategy.is_main:

@@ -5,9 +5,9 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import files
 from dpframe.callbacks.monitor import PRUNED, Monitor
 from dpframe.trainer.callback import Callback
+from dpframe.util import files
 from dpframe.values import refuse_below
 
 if TYPE_CHECKING:

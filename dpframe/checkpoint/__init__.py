@@ -19,7 +19,7 @@ run goes on from is always a file; fetch it, and give its name as `resume=FILE`.
 # Each name is imported when first used: `seal` alone, which chooses a checkpoint, imports no torch.
 from typing import TYPE_CHECKING
 
-from dpframe.lazy import lazy
+from dpframe.util.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.checkpoint.file import copy, dump, join, load, load_task, save

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import files
 from dpframe.checkpoint import foreign, seal
 from dpframe.checkpoint.plain import (
     NotANumber,
@@ -26,6 +25,7 @@ from dpframe.checkpoint.plain import (
 )
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.launch.watchdog import beat
+from dpframe.util import files
 
 log = logging.getLogger("dpframe")
 FORMAT = 2

@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.checkpoint.plain import NotANumber, Stored, map_tensors
 from dpframe.errors import UserError, first_line
+from dpframe.util import files
 
 WEIGHTS = ("task.", "averaged.")  # how their names begin
 AS_THEY_ARE = {"flatten_state_dict": False, "flatten_sharded_tensors": False}

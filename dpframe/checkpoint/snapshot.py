@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import memory
-from dpframe.accelerator import has_streams, processes_here
+from dpframe.devices import memory
+from dpframe.devices.accelerator import has_streams, processes_here
 
 CPU = torch.device("cpu")
 SHARE_OF_FREE = 4  # copies on the device itself take at most one in so many of its free bytes

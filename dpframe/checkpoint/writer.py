@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpframe import accelerator
 from dpframe.checkpoint import file, seal
 from dpframe.checkpoint.plain import ShardWriter, map_tensors
 from dpframe.checkpoint.snapshot import Memory, Snapshot
+from dpframe.devices import accelerator
 
 LARGE = 64 << 20  # bytes of a state
 

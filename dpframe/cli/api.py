@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dpframe.callbacks.live import is_notebook
 from dpframe.config import modes
 from dpframe.config.compose import Composed, composed, hydra_kept
+from dpframe.config.loader import quoted
 from dpframe.config.schema import is_off
-from dpframe.config.search import quoted
 from dpframe.errors import UserError
 from dpframe.values import shown
 
@@ -75,7 +75,7 @@ def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Resu
 def _run(job: Composed) -> dict[str, Any]:
     # These import torch: only now that the config is known to be good.
     from dpframe.config.build import build, check_targets
-    from dpframe.launch import fresh
+    from dpframe.launch import interpreter
     from dpframe.loggers.history import History
     from dpframe.modes.run import run as run_job
     from dpframe.seeding import seeded
@@ -88,7 +88,7 @@ def _run(job: Composed) -> dict[str, Any]:
     strategy = build(job.config["strategy"], "strategy", Strategy)
     mode = job.settings.mode
     if strategy.needs_launch or not (mode == "fit" or modes.evaluates(mode)):
-        return fresh.call(run_job, job)
+        return interpreter.call(run_job, job)
     with seeded(job.settings.seed):
         return run_job(job, owns_process=False)
 

@@ -18,8 +18,8 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 from dpframe.config import modes
 from dpframe.config.help import topics
 from dpframe.config.hints import has, may_take
+from dpframe.config.loader import Configs
 from dpframe.config.schema import CONFIG_NAME, PARTS, WHOLE
-from dpframe.config.search import Configs
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
 from dpframe.trainer.settings import TrainerSettings

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from dpframe import traces
 from dpframe.errors import Interrupted, UserError, printable
 from dpframe.launch import environment
 from dpframe.launch.signals import Interruption, end_children
 from dpframe.modes import output
+from dpframe.util import traces
 
 RANK_0_SECONDS = 5  # how long the other ranks wait for rank 0 to print an error
 

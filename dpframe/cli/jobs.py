@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpframe.accelerator import cores
 from dpframe.cli.exit import collect_garbage, leave_after, say, show_failure
 from dpframe.cli.results import Outcome, outcome_of
 from dpframe.config.compose import Composed
+from dpframe.devices.accelerator import cores
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line
 from dpframe.launch import local, signals
-from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import SAFE_PATH, SIGNALED
+from dpframe.launch.rank_errors import RankFailed
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
 from dpframe.modes.run import run

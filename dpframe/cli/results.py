@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpframe import files
 from dpframe.callbacks.monitor import PRUNED
 from dpframe.config.compose import Composed
+from dpframe.config.earlier_run import key_of
 from dpframe.config.objective import Objective
-from dpframe.config.start import key_of
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import ruled, table_text
+from dpframe.util import files
 
 NAME = "sweep.json"
 DONE = ("finished", "pruned")

@@ -11,14 +11,14 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.cli.exit import say
 from dpframe.cli.results import Outcome, Result, Results
 from dpframe.config.compose import Composed, compose, from_hydra
-from dpframe.config.search import Configs, quoted
+from dpframe.config.loader import Configs, quoted
 from dpframe.errors import Interrupted, UserError, first_line
 from dpframe.launch import signals
+from dpframe.util import files
 
 
 class RunFailed(Exception):

@@ -19,18 +19,18 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dpframe import files
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, read_earlier
 from dpframe.cli.runner import RunFailed, Runner, compose_point, run_point
 from dpframe.config.compose import Composed
+from dpframe.config.earlier_run import key_of, must_be_typed, refuse_calls, value_of
+from dpframe.config.loader import Configs, quoted, with_path_quoted
 from dpframe.config.objective import Objective
 from dpframe.config.schema import SweepSettings
-from dpframe.config.search import Configs, quoted, with_path_quoted
-from dpframe.config.start import key_of, must_be_typed, refuse_calls, value_of
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
 from dpframe.modes.directory import create, refuse_ways_out, remove
+from dpframe.util import files
 from dpframe.values import shown
 
 # A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.

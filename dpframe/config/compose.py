@@ -15,13 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from dpframe import files
 from dpframe.config import modes
-from dpframe.config.errors import explain
-from dpframe.config.objective import Objective, objective_of
-from dpframe.config.schema import RunSettings, read_settings
-from dpframe.config.search import Configs, quoted, register_resolver
-from dpframe.config.start import (
+from dpframe.config.earlier_run import (
     MACHINES,
     WORDS,
     as_notes,
@@ -32,8 +27,13 @@ from dpframe.config.start import (
     value_of,
     with_saved,
 )
+from dpframe.config.errors import explain
+from dpframe.config.loader import Configs, quoted, register_resolver
+from dpframe.config.objective import Objective, objective_of
+from dpframe.config.schema import RunSettings, read_settings
 from dpframe.errors import UserError
 from dpframe.trainer.settings import several_machines
+from dpframe.util import files
 from dpframe.values import shown
 
 PLAIN = (type(None), bool, int, float, str)

@@ -11,6 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config import modes, plugins
+from dpframe.config.earlier_run import MACHINES, key_of, value_of
 from dpframe.config.hints import hint
 from dpframe.config.schema import (
     CONFIG_NAME,
@@ -19,7 +20,6 @@ from dpframe.config.schema import (
     groups,
     type_of,
 )
-from dpframe.config.start import MACHINES, key_of, value_of
 from dpframe.errors import UserError, first_line, nearest, suggestion
 from dpframe.trainer.settings import several_machines
 from dpframe.values import KINDS, describe_type

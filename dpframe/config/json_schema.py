@@ -17,8 +17,8 @@ import yaml
 from dpframe.config import modes, plugins
 from dpframe.config.arguments import GROUPS, OF_ALL, SPECIAL
 from dpframe.config.help import settings_of, top_level
+from dpframe.config.loader import Configs
 from dpframe.config.schema import RunSettings, groups
-from dpframe.config.search import Configs
 from dpframe.config.target import find, see_own_folders, taken_by
 from dpframe.errors import UserError
 from dpframe.trainer.settings import CHOICES, LEAST, POSITIVE

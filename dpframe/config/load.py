@@ -6,18 +6,19 @@ from typing import Any
 
 import torch
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
 from dpframe.config.build import build
 from dpframe.config.compose import Composed, composed, hydra_kept
+from dpframe.config.earlier_run import run_directory, saved_overrides
+from dpframe.config.loader import quoted
 from dpframe.config.origin import find_differences
-from dpframe.config.search import quoted
-from dpframe.config.start import run_directory, saved_overrides
 from dpframe.config.target import see_own_folders
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy
 from dpframe.task import Task
-from dpframe.trainer.placement import Precision
-from dpframe.trainer.state import load_attributes
+from dpframe.trainer.compute.placement import Precision
+from dpframe.trainer.resume.state import load_attributes
+from dpframe.util import files
 
 BEST = ("best.ckpt", "last.ckpt")
 

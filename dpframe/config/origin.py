@@ -7,12 +7,12 @@ from typing import Any
 
 from dpframe.config import modes
 from dpframe.config.compose import Composed
+from dpframe.config.earlier_run import LIMITS, key_of, refuse_recipe
 from dpframe.config.schema import TOP_LEVEL
-from dpframe.config.start import LIMITS, key_of, refuse_recipe
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.task import Task
-from dpframe.trainer import fingerprint
+from dpframe.trainer.resume import fingerprint
 from dpframe.values import shown
 
 OF_TRAINING = (  # no evaluation depends on these

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from dpframe.config import modes
 from dpframe.data.settings import DataSettings
 from dpframe.errors import UserError, not_one_of, suggestion
-from dpframe.files import refuse_url
 from dpframe.schedules import check_schedule, is_ours
-from dpframe.trainer.keywords import ELSEWHERE_NAMES
+from dpframe.trainer.checks.keywords import ELSEWHERE_NAMES
 from dpframe.trainer.settings import TrainerSettings, check_seed, scale_settings
+from dpframe.util.files import refuse_url
 from dpframe.values import refuse_below
 
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`

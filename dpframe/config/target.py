@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpframe.config import plugins
-from dpframe.config.start import calls_in, run_directory
+from dpframe.config.earlier_run import calls_in, run_directory
 from dpframe.errors import UserError, first_line, nearest
 
 HOMES = (  # of classes that are named without a path

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from dpframe import files
 from dpframe.errors import UserError, first_line
+from dpframe.util import files
 
 TABLES = (".csv", ".csv.gz")
 NUMBER = re.compile(r" *[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)? *")

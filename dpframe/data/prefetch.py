@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import memory
-from dpframe.accelerator import has_streams
 from dpframe.data.loader import Loader
 from dpframe.data.module import Batch, Share, leaves, move, tensors_in
+from dpframe.devices import memory
+from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
 
 DEPTH = 3  # steps that the host may be in front of the GPU: the batch of each takes memory there

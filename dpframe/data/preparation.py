@@ -10,8 +10,8 @@ from typing import Any
 from dpframe import seeding
 from dpframe.data.module import DataModule
 from dpframe.errors import UserError
-from dpframe.files import locked
 from dpframe.launch import signals
+from dpframe.util.files import locked
 
 Once = Callable[[Callable[[], object]], None]
 """Calls a function once on each machine, as a strategy's `Collectives.once` does."""

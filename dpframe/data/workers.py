@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpframe import seeding
-from dpframe.accelerator import cores
 from dpframe.data.answers import Answers
 from dpframe.data.contents import Contents, changed
 from dpframe.data.module import Rows, leaves
+from dpframe.devices.accelerator import cores
 from dpframe.errors import Failure, UserError
 from dpframe.launch import signals, watchdog
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from dpframe.errors import Interrupted, UserError
 from dpframe.launch import signals, watchdog
-from dpframe.launch.faults import Fault, explain
 from dpframe.launch.rank import SAFE_PATH, SIGNALED, rank_main
+from dpframe.launch.rank_errors import Fault, explain
 from dpframe.launch.signals import STOP, Interruption
 from dpframe.launch.watchdog import BEAT, SIGNALS, TICK_SECONDS, Clock
 

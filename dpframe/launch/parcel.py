@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from dpframe.launch import fresh
+from dpframe.launch import interpreter
 
 SIZE = 8  # bytes of a number
 
@@ -46,10 +46,10 @@ class Parcel:
 
     def unpack(self, *, owns_main: bool = False) -> Any:
         if self.path is None:
-            return fresh.unpack(self.content, owns_main=owns_main)
+            return interpreter.unpack(self.content, owns_main=owns_main)
         with open(self.path, "rb") as file, open(self.path, "rb") as blocks:
             blocks.seek(self.blocks_at)
-            return fresh.load(file, buffers=_read(blocks), owns_main=owns_main)
+            return interpreter.load(file, buffers=_read(blocks), owns_main=owns_main)
 
     def drop(self) -> None:
         """Frees the file's memory, once no process is going to unpack it."""
@@ -60,10 +60,10 @@ class Parcel:
 def pack(value: Any, path: str | None) -> Parcel:
     """`path`: of a file that is `in_memory`; None for processes of other machines, too."""
     if path is None:
-        return Parcel(content=fresh.pack(value))
+        return Parcel(content=interpreter.pack(value))
     buffers: list[pickle.PickleBuffer] = []
     with open(path, "wb") as file:
-        fresh.dump(value, file, reducers=REDUCERS, buffer_callback=buffers.append)
+        interpreter.dump(value, file, reducers=REDUCERS, buffer_callback=buffers.append)
         blocks_at = file.tell()
         for buffer in buffers:
             block = buffer.raw()
@@ -76,7 +76,7 @@ def is_packable(value: Any) -> bool:
     """Nothing is written or copied to find out."""
     with open(os.devnull, "wb") as nowhere:
         try:
-            fresh.dump(value, nowhere, reducers=REDUCERS, buffer_callback=lambda buffer: None)
+            interpreter.dump(value, nowhere, reducers=REDUCERS, buffer_callback=lambda buffer: None)
         except Exception:  # what another library's objects raise here is theirs
             return False
     return True

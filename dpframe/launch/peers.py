@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dpframe.errors import Interrupted, first_line
 from dpframe.launch import signals
-from dpframe.launch.faults import is_consequence
+from dpframe.launch.rank_errors import is_consequence
 
 if TYPE_CHECKING:
     from torch.distributed import Store

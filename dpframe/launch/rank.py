@@ -13,7 +13,7 @@ from typing import Any
 
 from dpframe.errors import Interrupted
 from dpframe.launch import signals, watchdog
-from dpframe.launch.faults import describe
+from dpframe.launch.rank_errors import describe
 from dpframe.launch.signals import SIGNALS, STOP, Interruption
 
 SAFE_PATH = "PYTHONSAFEPATH"

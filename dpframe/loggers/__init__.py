@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from dpframe.lazy import lazy
 from dpframe.loggers.base import Logger as Logger
+from dpframe.util.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.loggers.csv import CSV as CSV

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpframe import files
 from dpframe.errors import UserError
 from dpframe.loggers.formats import draw, png, table_text, wav
+from dpframe.util import files
 
 Scalar = float | int | str | bool
 

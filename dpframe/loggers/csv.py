@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpframe import files
 from dpframe.loggers.base import Logger, Scalar
 from dpframe.loggers.formats import file_name, table_text
+from dpframe.util import files
 
 KEPT = ("tables", "texts")  # kinds of files
 

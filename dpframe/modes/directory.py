@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from dpframe import files
 from dpframe.errors import UserError
+from dpframe.util import files
 
 UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # keeps bytes that are not text
 OVERWRITTEN = (".hydra", "checkpoints", "hparams")  # folders whose files a run may write over

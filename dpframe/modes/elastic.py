@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
-from dpframe.config.start import run_directory
+from dpframe.config.earlier_run import run_directory
 from dpframe.strategies import Strategy
 
 NOTE = "torchrun"  # in .hydra/

@@ -9,18 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpframe import files, traces
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
-from dpframe.config.start import must_be_typed
+from dpframe.config.earlier_run import must_be_typed
 from dpframe.errors import Failure, UserError
 from dpframe.launch import environment
-from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import has_parent
+from dpframe.launch.rank_errors import RankFailed
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
-from dpframe.trainer.lr_schedule import ends_with_training
+from dpframe.trainer.optim.schedule import ends_with_training
 from dpframe.trainer.progress import Progress
+from dpframe.util import files, traces
 
 
 def facts_of(strategy: Strategy, progress: Progress) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def train(trainer: "Trainer", job: Composed, directory: str) -> None:
 def _test_best(trainer: "Trainer") -> None:
     """Tests the weights of the run's best checkpoint, or of its last one."""
     from dpframe import checkpoint
-    from dpframe.trainer.state import load_attributes
+    from dpframe.trainer.resume.state import load_attributes
 
     strategy = trainer.strategy
     path = strategy.collectives.broadcast(trainer.checkpoint)  # which the main process alone knows

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from dpframe.data import DataModule
 from dpframe.data.module import leaves
 from dpframe.data.source import Source
+from dpframe.devices.memory import begin_peak, peak
 from dpframe.errors import UserError
 from dpframe.launch import signals
-from dpframe.memory import begin_peak, peak
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer

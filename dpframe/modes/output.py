@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dpframe import traces
 from dpframe.errors import Failure, Interrupted, UserError, printable
+from dpframe.util import traces
 
 
 def open_all() -> None:

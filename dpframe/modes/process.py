@@ -9,22 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, memory, seeding
+from dpframe import checkpoint, seeding
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
 from dpframe.config import modes
 from dpframe.config.arguments import explain_text_called
 from dpframe.config.compose import Composed
+from dpframe.config.earlier_run import run_directory, saved_since
 from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import describe_differences
 from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
 from dpframe.config.schema import NONE
-from dpframe.config.start import run_directory, saved_since
+from dpframe.devices import memory
 from dpframe.errors import Interrupted, UserError, explain_exits, printable
 from dpframe.launch import signals
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
-from dpframe.modes import elastic, faults, output
+from dpframe.modes import elastic, error_lines, output
 from dpframe.modes.directory import ELSEWHERE, Directory, has_broken_run
 from dpframe.modes.ending import (
     add_going_on,
@@ -39,7 +40,7 @@ from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.trainer import RunInfo, Trainer
 from dpframe.trainer.recorder import refuse_used
-from dpframe.trainer.state import load_attributes
+from dpframe.trainer.resume.state import load_attributes
 
 log = logging.getLogger("dpframe")
 
@@ -57,7 +58,7 @@ def perform(
     for device in strategy.local_devices:
         memory.begin_peak(device)  # of the run before, in a sweep
     resumes = job.settings.resume is not None
-    explain = partial(faults.explain, strategy, job.settings.trainer, resumes=resumes)
+    explain = partial(error_lines.explain, strategy, job.settings.trainer, resumes=resumes)
     best = Best(*job.objective, is_needed=job.objective.key == CHOSEN)
     # What can be refused is refused before there is a run directory.
     with explain():

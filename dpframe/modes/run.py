@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpframe import memory
 from dpframe.checkpoint import seal
 from dpframe.config import modes
 from dpframe.config.build import check_targets
 from dpframe.config.compose import Composed
 from dpframe.config.parts import strategy_of
 from dpframe.config.target import see_own_folders
+from dpframe.devices import memory
 from dpframe.errors import DeviceLost, UserError, explain_exits, printable
 from dpframe.launch import environment, local, signals
-from dpframe.launch.faults import RankFailed
+from dpframe.launch.rank_errors import RankFailed
 from dpframe.modes import output
 from dpframe.modes.directory import remove
 from dpframe.modes.ending import add_going_on, note_failure
 from dpframe.modes.process import perform
 from dpframe.strategies import Strategy
-from dpframe.trainer.placement import process_settings_restored
+from dpframe.trainer.compute.placement import process_settings_restored
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -4,8 +4,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from dpframe.errors import not_one_of
-from dpframe.lazy import lazy
 from dpframe.strategies.base import Strategy
+from dpframe.util.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.strategies.data_parallel import DataParallel

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from dpframe.accelerator import cores
+from dpframe.devices.accelerator import cores
 from dpframe.errors import UserError, first_line
 from dpframe.launch import environment
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpframe.accelerator import cores
 from dpframe.data import split
+from dpframe.devices.accelerator import cores
 from dpframe.errors import Interrupted, UserError
 from dpframe.launch import environment, local
 from dpframe.launch.peers import end_with_peers

@@ -32,9 +32,9 @@ from dpframe.checkpoint.snapshot import Snapshot
 from dpframe.data.module import mapped
 from dpframe.errors import UserError, first_line
 from dpframe.parameters import has_sparse
-from dpframe.patterns import blocks, match_modules
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.group import GroupCollectives
+from dpframe.util.patterns import blocks, match_modules
 
 KEY = "strategy.shard"
 

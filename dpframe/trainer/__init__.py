@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dpframe.lazy import lazy
+from dpframe.util.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.trainer.loop import Trainer

@@ -13,13 +13,13 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks
+from dpframe.trainer.optim.step import Update
+from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.prepare import Training
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.recorder import Recorder, RunInfo, require_directory
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.update import Update
-from dpframe.trainer.updates import Updates
 
 PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}  # by the mode
 

@@ -22,12 +22,12 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.calendar import StopPoll
+from dpframe.trainer.checks.put_back import put_back
+from dpframe.trainer.compute.placement import Precision, with_default_dtype
 from dpframe.trainer.feed import evaluated
 from dpframe.trainer.outputs import Measured, refuse_backward
-from dpframe.trainer.placement import Precision, with_default_dtype
 from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
 from dpframe.trainer.profile import timed
-from dpframe.trainer.put_back import put_back
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.task_metrics import TaskMetrics

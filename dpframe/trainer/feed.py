@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dpframe.accelerator import has_streams
 from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
 from dpframe.data.divided import ByRank, OwnRows, unlike
 from dpframe.data.input import dataset_of
@@ -22,6 +21,7 @@ from dpframe.data.prefetch import keep_on, prefetched
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
 from dpframe.data.workers import Workers, cores_per_rank, measured
+from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.profile import timed_batches

@@ -19,23 +19,23 @@ from dpframe.loggers import Logger
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task, TaskContext
-from dpframe.trainer import given
 from dpframe.trainer.calendar import EpochEnd
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
+from dpframe.trainer.checks import arguments
+from dpframe.trainer.checks.keywords import SettingsByName, signature_with_settings, with_settings
+from dpframe.trainer.compute.placement import DTYPES, Precision, place
 from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
-from dpframe.trainer.keywords import SettingsByName, signature_with_settings, with_settings
 from dpframe.trainer.outputs import prefixed
-from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_evaluations, make_training
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, begun
+from dpframe.trainer.resume.state import Start, start_state
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
 
 HAS_TRAINED = "this Trainer has trained already; make another one, with a new task, or pass resume"
@@ -76,8 +76,8 @@ class Trainer(CallbackView):
         """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
         itself. `show_progress`: None shows it on a terminal and in a notebook, False nowhere."""
-        callbacks, loggers = given.lists_of(callbacks=callbacks, loggers=loggers)
-        given.check(task, data, strategy, settings, callbacks, run, seed)
+        callbacks, loggers = arguments.lists_of(callbacks=callbacks, loggers=loggers)
+        arguments.check(task, data, strategy, settings, callbacks, run, seed)
         if show_progress is not False:
             from dpframe.callbacks.display import display
 

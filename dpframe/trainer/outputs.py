@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dpframe.accelerator import has_float64
 from dpframe.data import move
+from dpframe.devices.accelerator import has_float64
 from dpframe.errors import UserError, nearest
 from dpframe.metrics import SOMETIMES_WEIGHTED, Weighed, described, is_number
 from dpframe.rows import current_share, gather_shares

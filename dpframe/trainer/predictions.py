@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
 from dpframe.data.module import leaves
 from dpframe.errors import Failure, UserError
+from dpframe.util import files
 
 CELLS = (int, float, str, bool)
 WANTED = "return tensors, or lists, tuples and dicts of them"

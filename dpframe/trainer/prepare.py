@@ -17,27 +17,27 @@ from dpframe.metrics import Means
 from dpframe.schedules import Warmed, count
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.activations import drop_activations
-from dpframe.trainer.attributes import Attributes
 from dpframe.trainer.calendar import Calendar, StopPoll
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.compiled import Compiled
+from dpframe.trainer.checks.in_place import InPlace
+from dpframe.trainer.checks.left_out import LeftOut
+from dpframe.trainer.checks.loss_guard import LossGuard
+from dpframe.trainer.checks.share_check import check_evaluation, check_shares
+from dpframe.trainer.compute.activations import drop_activations
+from dpframe.trainer.compute.compiled import Compiled
+from dpframe.trainer.compute.placement import Precision
 from dpframe.trainer.evaluation import Evaluations, Shared, means_over
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.fingerprint import fingerprint
-from dpframe.trainer.guard import LossGuard
-from dpframe.trainer.in_place import InPlace
-from dpframe.trainer.left_out import LeftOut
-from dpframe.trainer.placement import Precision
+from dpframe.trainer.optim.rates import ScaledRates
+from dpframe.trainer.optim.turns import Updates, updates_of
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
+from dpframe.trainer.resume.attributes import Attributes
+from dpframe.trainer.resume.fingerprint import fingerprint
+from dpframe.trainer.resume.state import Resumable, changes_since
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
-from dpframe.trainer.share_check import check_evaluation, check_shares
-from dpframe.trainer.state import Resumable, changes_since
 from dpframe.trainer.step import Step, StepByHand, TrainStep
-from dpframe.trainer.updates import Updates, updates_of
 
 
 @dataclass(frozen=True, repr=False)

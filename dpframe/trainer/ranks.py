@@ -9,7 +9,7 @@ import torch
 
 from dpframe import seeding
 from dpframe.errors import UserError
-from dpframe.launch import fresh, local, parcel, signals
+from dpframe.launch import interpreter, local, parcel, signals
 from dpframe.launch.parcel import Parcel
 from dpframe.loggers import Logger
 from dpframe.strategies import by_name
@@ -17,7 +17,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.placement import process_settings, use_process_settings
+from dpframe.trainer.compute.placement import process_settings, use_process_settings
 from dpframe.trainer.predictions import on_cpu
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
@@ -97,7 +97,7 @@ class Ranks:
                 for _ in range(2)
             )
             there = parcel.pack(work, theirs)
-            ended: Ended = fresh.call(_launch, self._strategy, there, ours).unpack()
+            ended: Ended = interpreter.call(_launch, self._strategy, there, ours).unpack()
         parts = [*self._parts["callbacks"], *self._parts["loggers"]]
         for part, attributes in zip(parts, ended.callbacks, strict=True):
             vars(part).update(attributes)

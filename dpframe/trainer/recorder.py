@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpframe import files
 from dpframe.errors import UserError
-from dpframe.files import refuse_url
 from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.profile import timed
+from dpframe.util import files
+from dpframe.util.files import refuse_url
 from dpframe.values import check_type
 
 BETWEEN_FLUSHES = 0.2  # seconds

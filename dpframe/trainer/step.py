@@ -18,7 +18,9 @@ from dpframe.parameters import has_sparse
 from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.guard import LossGuard
+from dpframe.trainer.checks.loss_guard import LossGuard
+from dpframe.trainer.compute.placement import Autocast
+from dpframe.trainer.optim.step import NotFinite, Update
 from dpframe.trainer.outputs import (
     Measured,
     ZeroLoss,
@@ -32,10 +34,8 @@ from dpframe.trainer.outputs import (
     one_loss,
     refuse_frozen,
 )
-from dpframe.trainer.placement import Autocast
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.update import NotFinite, Update
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from dpframe.plugin import (
     task_of,
     time,
 )
-from dpframe.trainer.placement import process_settings_restored
+from dpframe.trainer.compute.placement import process_settings_restored
 
 UNLIKE = 1e-4  # relative; rounding in float32 may grow so far in a training
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpframe import Task, Trainer, UserError, files
+from dpframe import Task, Trainer, UserError
 from dpframe.data.module import mapped
 from dpframe.plugin import Failure, checkpoint, first_line, leaves
 from dpframe.trainer.feed import evaluated
+from dpframe.util import files
 
 PROGRAM, WEIGHTS, SAFETENSORS = "program.pt2", "weights.pt", "weights.safetensors"
 NET = "net."

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dpframe import Strategy, UserError, __version__
-from dpframe.accelerator import cores
+from dpframe.devices.accelerator import cores
 from dpframe.plugin import Composed, RankFailed, environment, memory, size
 from dpframe.plugins.lab.variants import list_strategies, with_strategy
 from dpframe.strategies import DDP

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpframe.trainer.attributes import NotPlain, OfAStep, packed, unpacked
+from dpframe.trainer.resume.attributes import NotPlain, OfAStep, packed, unpacked
 
 HYPER = "hyper_parameters"
 LEFT_OUT = object()

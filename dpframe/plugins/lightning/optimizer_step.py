@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpframe import Strategy, UserError
-from dpframe.accelerator import has_float64
+from dpframe.devices.accelerator import has_float64
 from dpframe.plugin import Measured
 from dpframe.plugins.lightning.module import owns
 from dpframe.plugins.lightning.schedules import ScheduledOptimizer, Schedules

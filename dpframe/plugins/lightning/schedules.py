@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dpframe import UserError
 from dpframe.plugin import suggestion
 from dpframe.plugins.lightning.numbers import find_number
-from dpframe.trainer.optimizers import kind_of
+from dpframe.trainer.optim.optimizers import kind_of
 
 RETURNS = (
     "return an optimizer, a list of them, ([optimizers], [schedulers]), a dict with optimizer and "

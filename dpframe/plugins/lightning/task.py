@@ -33,7 +33,7 @@ from dpframe.plugins.lightning.numbers import (
 from dpframe.plugins.lightning.optimizer_step import with_schedules
 from dpframe.plugins.lightning.schedules import Schedule, read_optimizers, step_due
 from dpframe.plugins.lightning.trainer import Held, TheirTrainer
-from dpframe.trainer.in_place import InPlace
+from dpframe.trainer.checks.in_place import InPlace
 
 STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from dpframe import Logger, UserError
 from dpframe.checkpoint import seal
 from dpframe.errors import Interrupted
-from dpframe.launch.faults import Fault, explain
 from dpframe.launch.rank import Parent, do_work, fail, has_parent, set_parent
+from dpframe.launch.rank_errors import Fault, explain
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS
 from dpframe.plugin import REHEARSED_REPLICAS, Failure, Gpus, environment, first_line, signals

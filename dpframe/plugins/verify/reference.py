@@ -28,15 +28,15 @@ from dpframe.plugins.verify.distance import (
     weights_apart,
 )
 from dpframe.task import TaskContext
-from dpframe.trainer import dynamo
+from dpframe.trainer.compute import dynamo
+from dpframe.trainer.compute.placement import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
-from dpframe.trainer.lr_schedule import StepSchedule
-from dpframe.trainer.optimizers import optimizers_of
+from dpframe.trainer.optim.optimizers import optimizers_of
+from dpframe.trainer.optim.schedule import StepSchedule
+from dpframe.trainer.optim.step import of_turn
 from dpframe.trainer.outputs import detached, one_loss, prefixed
-from dpframe.trainer.placement import with_default_dtype
 from dpframe.trainer.predictions import by_rows, join
 from dpframe.trainer.step import EvalStep
-from dpframe.trainer.update import of_turn
 
 FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
 Cut = Callable[[Tensor], Sequence[Tensor]]

@@ -12,11 +12,11 @@ from dpframe.plugin import Measured, Share, current_share, default_dtype, move, 
 from dpframe.plugins.verify.course import Course, why_not
 from dpframe.plugins.verify.distance import ROUNDINGS, roundings
 from dpframe.strategies import CPU
-from dpframe.trainer.draws import NotCompared
-from dpframe.trainer.few_rows import picked
+from dpframe.trainer.checks.draws import NotCompared
+from dpframe.trainer.checks.few_rows import picked
+from dpframe.trainer.checks.put_back import put_back
+from dpframe.trainer.checks.trial import CUT, ROWS, Trial
 from dpframe.trainer.outputs import detached, one_loss
-from dpframe.trainer.put_back import put_back
-from dpframe.trainer.trial import CUT, ROWS, Trial
 
 EXACT = 1e-9  # of a difference that no rounding of float64 makes
 SIZES = f"{CUT} {ROWS - CUT}"

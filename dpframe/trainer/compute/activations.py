@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpframe.errors import UserError
-from dpframe.patterns import blocks, match_modules
 from dpframe.rows import EachTime, Forward
+from dpframe.util.patterns import blocks, match_modules
 
 KEY = "trainer.checkpoint_activations"
 

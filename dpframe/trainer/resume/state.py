@@ -17,14 +17,14 @@ from dpframe.errors import UserError
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.attributes import Attributes, load, of_process
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.fingerprint import Fingerprint, differences
-from dpframe.trainer.optimizer_state import Mismatch
+from dpframe.trainer.optim.state import Mismatch
+from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.progress import Progress
+from dpframe.trainer.resume.attributes import Attributes, load, of_process
+from dpframe.trainer.resume.fingerprint import Fingerprint, differences
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.updates import Updates
 from dpframe.values import check_type
 
 Start = dict[str, Any] | str | os.PathLike[str] | None

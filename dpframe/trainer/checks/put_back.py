@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpframe.data.copies import PLAIN, Copies
 from dpframe.task import Task
-from dpframe.trainer.draws import NotCompared
+from dpframe.trainer.checks.draws import NotCompared
 
 OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
 FLAGS = {"requires_grad_", "detach_", "share_memory_"}  # which change no numbers

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from dpframe import memory, seeding
-from dpframe.accelerator import has_float64
+from dpframe import seeding
 from dpframe.data import Share, move
+from dpframe.devices import memory
+from dpframe.devices.accelerator import has_float64
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
 from dpframe.parameters import Watched
@@ -29,13 +30,13 @@ from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Output, Task, TaskContext
-from dpframe.trainer.broadcasts import Broadcasts
-from dpframe.trainer.draws import Draws, NotCompared
+from dpframe.trainer.checks.broadcasts import Broadcasts
+from dpframe.trainer.checks.draws import Draws, NotCompared
+from dpframe.trainer.checks.few_rows import picked
+from dpframe.trainer.checks.put_back import Unwritten, floats_of, put_back, widened
+from dpframe.trainer.compute.placement import default_dtype
 from dpframe.trainer.evaluation import restore_modes
-from dpframe.trainer.few_rows import picked
 from dpframe.trainer.outputs import Measured, detached, one_loss
-from dpframe.trainer.placement import default_dtype
-from dpframe.trainer.put_back import Unwritten, floats_of, put_back, widened
 
 # No share has one row, which an honest squeeze() or std() would not survive.
 ROWS, CUT = 5, 3

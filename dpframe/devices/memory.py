@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpframe import cgroup
+from dpframe.devices import cgroup
 from dpframe.errors import OutOfMemory
 
 UNTYPED = (  # what torch has no type for

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpframe import traces
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, UserError
 from dpframe.launch.watchdog import FRAME, HOUSE
+from dpframe.util import traces
 
 KINDS = (OutOfMemory, DeviceLost, Failure)  # of lines that end a job, beside UserError
 TORCH = f"{os.sep}torch{os.sep}"

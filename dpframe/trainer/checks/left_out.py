@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from dpframe.errors import Failure
 from dpframe.parameters import updated_by
 from dpframe.task import Task
+from dpframe.trainer.checks.put_back import OF_MODULES
+from dpframe.trainer.optim.step import Update
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.put_back import OF_MODULES
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.update import Update
 
 MUTABLE = (Tensor, list, tuple, dict, set, deque)  # or with such in it
 SHORT = 100  # entries; what is in a longer list, e.g. the outputs so far, is taken to stay

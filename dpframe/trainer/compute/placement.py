@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpframe.accelerator import cores, has_float64
+from dpframe.devices.accelerator import cores, has_float64
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import use_threads

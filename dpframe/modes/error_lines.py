@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from dpframe import memory
 from dpframe.callbacks.banner import batch
 from dpframe.checkpoint import seal
+from dpframe.devices import memory
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer

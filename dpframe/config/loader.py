@@ -33,10 +33,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from dpframe.config import plugins
+from dpframe.config.earlier_run import key_of
 from dpframe.config.errors import OUTSIDE, explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
-from dpframe.config.start import key_of
 from dpframe.errors import UserError
 
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "task/schedule", "experiment")

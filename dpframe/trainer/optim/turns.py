@@ -10,12 +10,12 @@ from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
-from dpframe.trainer import dynamo
-from dpframe.trainer.by_hand import ByHand
-from dpframe.trainer.optimizers import check_signature, optimizers_of
-from dpframe.trainer.rates import ScaledRates
+from dpframe.trainer.compute import dynamo
+from dpframe.trainer.optim.by_hand import ByHand
+from dpframe.trainer.optim.optimizers import check_signature, optimizers_of
+from dpframe.trainer.optim.rates import ScaledRates
+from dpframe.trainer.optim.step import Update
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.update import Update
 
 STATES = (
     "optimizer",

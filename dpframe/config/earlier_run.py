@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.config import modes
 from dpframe.config.schema import NONE, RunSettings
 from dpframe.errors import UserError, first_line, nearest, printable
+from dpframe.util import files
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")

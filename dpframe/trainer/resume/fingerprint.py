@@ -15,11 +15,11 @@ from dpframe.data import DataModule, is_tensors
 from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.lr_schedule import StepSchedule, by_arguments
+from dpframe.trainer.optim.schedule import StepSchedule, by_arguments
+from dpframe.trainer.optim.step import Update
+from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.update import Update
-from dpframe.trainer.updates import Updates
 
 Fingerprint = dict[str, Any]
 """By the key or the name that a user knows; plain values, which a checkpoint can hold."""

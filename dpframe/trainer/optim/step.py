@@ -15,9 +15,18 @@ from dpframe.errors import UserError, metric_of
 from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer import dynamo
-from dpframe.trainer.lr_schedule import StepSchedule, follows_count, go_on, options_of, warn_of_end
-from dpframe.trainer.optimizer_state import (
+from dpframe.trainer.compute import dynamo
+from dpframe.trainer.compute.placement import DTYPES, align, with_default_dtype
+from dpframe.trainer.optim.optimizers import Made, fuse, unfuse_late
+from dpframe.trainer.optim.rates import ScaledRates
+from dpframe.trainer.optim.schedule import (
+    StepSchedule,
+    follows_count,
+    go_on,
+    options_of,
+    warn_of_end,
+)
+from dpframe.trainer.optim.state import (
     Mismatch,
     computed_as,
     group_order,
@@ -28,11 +37,8 @@ from dpframe.trainer.optimizer_state import (
     options_of_groups,
     set_options,
 )
-from dpframe.trainer.optimizers import Made, fuse, unfuse_late
 from dpframe.trainer.outputs import Measured, Weighting
-from dpframe.trainer.placement import DTYPES, align, with_default_dtype
 from dpframe.trainer.profile import timed
-from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
 
 NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights

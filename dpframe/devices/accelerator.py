@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dpframe import cgroup
+from dpframe.devices import cgroup
 
 
 def has_streams(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from dpframe.data import generators
 from dpframe.data.copies import LARGE_BYTES
 from dpframe.parameters import version_of
 from dpframe.task import Task
-from dpframe.trainer.put_back import OF_MODULES
+from dpframe.trainer.checks.put_back import OF_MODULES
 
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
 DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"

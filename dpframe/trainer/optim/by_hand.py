@@ -3,11 +3,11 @@
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.compute.placement import DTYPES
+from dpframe.trainer.optim.step import Update
 from dpframe.trainer.outputs import IgnoredWeights
-from dpframe.trainer.placement import DTYPES
 from dpframe.trainer.profile import timed
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.update import Update
 
 
 class ByHand(Update):

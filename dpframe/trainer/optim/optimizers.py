@@ -12,7 +12,7 @@ from dpframe.errors import UserError, miscalled
 from dpframe.lightning_names import refusal
 from dpframe.parameters import has_sparse, updated_by
 from dpframe.task import Task
-from dpframe.trainer.lr_schedule import schedule_over
+from dpframe.trainer.optim.schedule import schedule_over
 
 RETURNS_OPTIMIZER = (
     "return one optimizer, (optimizer, scheduler), or a dict with one of these for each name"

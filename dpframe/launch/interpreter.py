@@ -215,14 +215,14 @@ def _answer(inbox: Connection, outbox: Connection) -> None:
     except EOFError:  # the program has ended
         return
     from dpframe.errors import Interrupted
-    from dpframe.launch import fresh, signals  # from where the program has it
+    from dpframe.launch import interpreter, signals  # from where the program has it
 
     sys.modules["__main__"] = ModuleType("__main__")  # this file's names are none of the program's
     signals.end_with(inbox.fileno())  # nothing more is sent
     stop = signals.Interruption(is_quiet=True)
     stop.open()
     try:
-        function, args = fresh.unpack(work, owns_main=True)
+        function, args = interpreter.unpack(work, owns_main=True)
         message: tuple[str, Any] = "done", function(*args)
     except Interrupted as error:
         message = "interrupted", error
@@ -230,13 +230,13 @@ def _answer(inbox: Connection, outbox: Connection) -> None:
         message = "failed", error
     signals.end_children()
     try:
-        content = fresh.pack(message)
+        content = interpreter.pack(message)
         if message[0] == "failed":
-            fresh.unpack(content)  # an exception may not come out of its own pickle
+            interpreter.unpack(content)  # an exception may not come out of its own pickle
     except Exception:
         text = "".join(traceback.format_exception(message[1])) if message[0] == "failed" else ""
         plain = RuntimeError(text or f"{message[1]!r} can't be sent")
-        content = fresh.pack(("failed", plain))
+        content = interpreter.pack(("failed", plain))
     outbox.send_bytes(content)
 
 

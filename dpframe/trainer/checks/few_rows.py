@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 from dpframe.data.copies import Copies
 from dpframe.data.divided import first_of
 from dpframe.errors import first_line
-from dpframe.trainer.draws import NotCompared
+from dpframe.trainer.checks.draws import NotCompared
 
 
 def picked(

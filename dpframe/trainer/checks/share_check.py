@@ -16,13 +16,13 @@ from dpframe.data import Loader
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.draws import NotCompared
+from dpframe.trainer.checks.draws import NotCompared
+from dpframe.trainer.checks.trial import ROWS, Difference, Trial
 from dpframe.trainer.evaluation import STEPS, Evaluations, Shared
 from dpframe.trainer.feed import Feed
+from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.trial import ROWS, Difference, Trial
-from dpframe.trainer.updates import Updates
 
 log = logging.getLogger("dpframe")
 SLOW_SECONDS = 1.0

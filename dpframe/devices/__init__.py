@@ -1,0 +1,1 @@
+"""A device and its memory, and what a container allows."""

@@ -1,0 +1,1 @@
+"""How the task computes: number formats, the compiler, and activations that are computed again."""

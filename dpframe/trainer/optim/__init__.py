@@ -1,0 +1,1 @@
+"""An update: the optimizers and whose turn it is, their steps, rates, schedules and state."""

@@ -1,0 +1,1 @@
+"""Files, patterns and traces: what knows nothing of training."""
