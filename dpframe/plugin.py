@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from dpframe.strategies.processes import Processes as Processes
     from dpframe.trainer import Predictions as Predictions
     from dpframe.trainer.compute.placement import default_dtype as default_dtype
-    from dpframe.trainer.feed import Feed as Feed
+    from dpframe.trainer.feed import TrainingData as TrainingData
     from dpframe.trainer.outputs import Measured as Measured
     from dpframe.values import refuse_below as refuse_below
 
@@ -110,7 +110,7 @@ _NAMES = {
     "parameters": ("updated_by",),
     "seeding": ("seeding",),
     "trainer": ("Predictions",),
-    "trainer.feed": ("Feed",),
+    "trainer.feed": ("TrainingData",),
     "trainer.outputs": ("Measured",),
     "trainer.compute.placement": ("default_dtype",),
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from dpframe.errors import Interrupted
 from dpframe.launch.signals import SIGNALS, Interruption
 from dpframe.strategies.base import Strategy
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 
@@ -27,7 +27,9 @@ class EpochEnd(NamedTuple):
 class Calendar:
     clock = 0.0  # seconds of training when it was last polled: the same in all processes
 
-    def __init__(self, settings: TrainerSettings, feed: Feed, stop_poll: "StopPoll") -> None:
+    def __init__(
+        self, settings: TrainerSettings, feed: TrainingData, stop_poll: "StopPoll"
+    ) -> None:
         self._settings = settings
         self._stop_poll = stop_poll
         self._log_every = settings.log_every

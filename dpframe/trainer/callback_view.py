@@ -11,7 +11,7 @@ from dpframe.loggers import Logger
 from dpframe.metrics import numbers_of
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks
 from dpframe.trainer.optim.step import Update
 from dpframe.trainer.optim.turns import Updates
@@ -32,7 +32,7 @@ class CallbackView:
     strategy: Strategy
     run: RunInfo
     progress: Progress
-    feed: Feed  # what training reads
+    feed: TrainingData  # what training reads
     training: Training
     hooks: Hooks
     recorder: Recorder

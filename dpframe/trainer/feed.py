@@ -40,7 +40,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a data set: it is part of metrics' an
 
 
 @dataclass(frozen=True)
-class Feed:
+class TrainingData:
     """The data of a training run, and the lengths that schedulers and progress bars ask for."""
 
     source: Source  # what training reads
@@ -63,7 +63,7 @@ class Feed:
         settings: TrainerSettings,
         *,
         seed: int,
-    ) -> "Feed":
+    ) -> "TrainingData":
         source = _by_rank(_sources("train", data)[""], strategy, settings, seed, trains=True)
         train = _loader(source, strategy, settings, seed=seed)
         has_validation = _returned("val", data) is not None

@@ -26,7 +26,7 @@ from dpframe.trainer.checks import arguments
 from dpframe.trainer.checks.keywords import SettingsByName, signature_with_settings, with_settings
 from dpframe.trainer.compute.placement import DTYPES, Precision, place
 from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.predictions import Predictions
@@ -164,7 +164,7 @@ class Trainer(CallbackView):
         if state is None and (self._has_loaded or self.has_begun):
             raise UserError(HAS_TRAINED if self.has_begun else HAS_LOADED)
         # The task may ask for its lengths while its parts are made.
-        self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
+        self.feed = TrainingData.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = make_training(
             self.shared,
             self.settings,

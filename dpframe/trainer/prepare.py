@@ -27,7 +27,7 @@ from dpframe.trainer.compute.activations import drop_activations
 from dpframe.trainer.compute.compiled import Compiled
 from dpframe.trainer.compute.placement import Precision
 from dpframe.trainer.evaluation import Evaluations, Shared, means_over
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.rates import ScaledRates
 from dpframe.trainer.optim.turns import Updates, updates_of
 from dpframe.trainer.profile import Profile
@@ -44,7 +44,7 @@ from dpframe.trainer.step import Step, StepByHand, TrainStep
 class Training:
     """The parts of a training run."""
 
-    feed: Feed
+    feed: TrainingData
     step: Step
     updates: Updates
     means: Means
@@ -62,7 +62,7 @@ class Training:
 def make_training(
     shared: Shared,
     settings: TrainerSettings,
-    feed: Feed,
+    feed: TrainingData,
     callbacks: Sequence[Callback],
     progress: Progress,
     run: RunInfo,

@@ -16,9 +16,9 @@ from dpframe import Callback, DataModule, LRSchedule, Task, Trainer, TrainerSett
 from dpframe.modes.measure import lasting_bytes
 from dpframe.plugin import (
     Failure,
-    Feed,
     Probe,
     Sampled,
+    TrainingData,
     call_prepare_data,
     memory,
     refuse_by_hand,
@@ -81,7 +81,7 @@ class Tuner:
         if data.has_preparation:
             call_prepare_data(data)
         data.setup()
-        feed = Feed.of(data, probe, settings, seed=seed)
+        feed = TrainingData.of(data, probe, settings, seed=seed)
         if feed.train.order is None:
             raise UserError(
                 f"mode=tune: {type(data).__name__}.train_dataset() is a stream, of which no batch "

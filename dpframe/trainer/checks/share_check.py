@@ -19,7 +19,7 @@ from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
 from dpframe.trainer.evaluation import STEPS, Evaluations, Shared
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 def check_shares(
     shared: Shared,
     settings: TrainerSettings,
-    feed: Feed,
+    feed: TrainingData,
     updates: Updates,
     progress: Progress,
     monitored: Sequence[tuple[str, str]],

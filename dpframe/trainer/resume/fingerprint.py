@@ -14,7 +14,7 @@ from typing import Any
 from dpframe.data import DataModule, is_tensors
 from dpframe.parameters import groups_of
 from dpframe.task import Task
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.schedule import StepSchedule, by_arguments
 from dpframe.trainer.optim.step import Update
 from dpframe.trainer.optim.turns import Updates
@@ -38,7 +38,7 @@ LIBRARIES = ("torch", "builtins", "lightning", "pytorch_lightning")  # whose cod
 def fingerprint(
     task: Task,
     data: DataModule,
-    feed: Feed,
+    feed: TrainingData,
     updates: Updates,
     settings: TrainerSettings,
     run: RunInfo,

@@ -18,7 +18,7 @@ from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.feed import Feed
+from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.state import Mismatch
 from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.progress import Progress
@@ -38,7 +38,7 @@ class Resumable:
 
     task: Task
     strategy: Strategy
-    feed: Feed
+    feed: TrainingData
     updates: Updates
     means: Means
     task_metrics: TaskMetrics

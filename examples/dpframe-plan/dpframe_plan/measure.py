@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings, UserError
 from dpframe.plugin import (
     WARM_UPS,
-    Feed,
     Probe,
     Sampled,
+    TrainingData,
     bytes_of,
     checkpoint,
     now,
@@ -75,7 +75,7 @@ def measure(
     cuts: Any = wanted if wanted is not None and wanted.sharding is not None else None
     clock.__enter__()
     data.setup()
-    feed = Feed.of(data, clock, settings, seed=seed)
+    feed = TrainingData.of(data, clock, settings, seed=seed)
     if feed.train.order is None:
         raise UserError(
             f"mode=plan: {type(data).__name__}.train_dataset() is a stream, so the steps of its "
