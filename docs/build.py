@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from dpframe.config.help import Setting, comment_of, settings_of, top_level
-from dpframe.config.loader import GROUPS, Configs
+from dpframe.config.loader import GROUPS, ConfigLoader
 from dpframe.config.schema import RunSettings
 from dpframe.trainer.settings import CHOICES
 
@@ -118,7 +118,7 @@ def fenced(text: str, language: str) -> str:
 
 def settings() -> Iterator[str]:
     """What `--help TOPIC` prints, as tables, with the types of the keys that have one."""
-    configs, types = Configs(None), dict(types_of(RunSettings))
+    configs, types = ConfigLoader(None), dict(types_of(RunSettings))
     types |= {f"trainer.{key}": ", ".join(choices) for key, choices in CHOICES.items()}
     yield from ("## The top level", table(top_level(), types))
     for group in GROUPS:

@@ -39,10 +39,10 @@ def refusals(lines: list[list[str]], config_dir: str | None) -> list[str]:
     """What is said of each line as it is composed, "" if nothing. One search path serves all, as in
     a sweep: what a hint needs is composed once."""
     from dpframe.config.compose import compose, from_hydra
-    from dpframe.config.loader import Configs
+    from dpframe.config.loader import ConfigLoader
     from dpframe.errors import UserError
 
-    said, configs = [], Configs(config_dir)
+    said, configs = [], ConfigLoader(config_dir)
     for line in lines:
         try:
             from_hydra(compose(configs, line), line)

@@ -16,7 +16,7 @@ from forked import fresh
 
 from dpframe.cli import main
 from dpframe.config.compose import compose, from_hydra
-from dpframe.config.loader import Configs
+from dpframe.config.loader import ConfigLoader
 from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
@@ -290,7 +290,7 @@ def test_a_recipe_that_is_misspelt_alone_is_told_with_the_key():
 
 
 def test_a_value_that_a_setting_does_not_take_is_told_with_what_it_takes():
-    configs = Configs(None)
+    configs = ConfigLoader(None)
     for line, says in REFUSED.items():
         words = ["recipe=boston", line]
         with pytest.raises(UserError, match=re.escape(says)) as refused:

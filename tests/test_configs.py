@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command import write
 
-from dpframe.config.loader import Configs
+from dpframe.config.loader import ConfigLoader
 from dpframe.errors import UserError
 
 LAUNCHER = """
@@ -19,8 +19,8 @@ TYPED = ["hydra.launcher.more.x=y", "hydra.launcher.more={x: y}", "hydra.launche
 
 
 @pytest.fixture
-def configs(tmp_path: Path) -> Configs:
-    return Configs(str(write(tmp_path, {"hydra/launcher/mine.yaml": LAUNCHER})))
+def configs(tmp_path: Path) -> ConfigLoader:
+    return ConfigLoader(str(write(tmp_path, {"hydra/launcher/mine.yaml": LAUNCHER})))
 
 
 @pytest.mark.parametrize("typed", TYPED)
@@ -80,7 +80,7 @@ def test_what_names_commands_or_a_run_to_go_on_with_comes_from_the_command_line_
     for name, text in OPTIONS.items():
         kind = name.split("/")[0]
         texts[f"hydra/{name}.yaml"] = BASIC.format(kind, kind.title()) + text
-    configs = Configs(str(write(tmp_path, texts)))
+    configs = ConfigLoader(str(write(tmp_path, texts)))
     for number, line in enumerate(SAYS.values()):
         told = ""
         try:

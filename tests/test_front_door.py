@@ -49,7 +49,7 @@ FRIENDS = {
         "dpframe.util": "files: an export is written as a checkpoint is",
         "dpframe.devices.accelerator": "cores: what mode=doctor tells",
         "dpframe.config.build": "check_targets: of each strategy to compare, before any trains",
-        "dpframe.config.loader": "Configs: composes the job of each strategy to compare",
+        "dpframe.config.loader": "ConfigLoader: composes the job of each strategy to compare",
         "dpframe.config.earlier_run": "key_of, value_of: what was typed",
         "dpframe.data.module": "mapped: the inputs of an exported program",
         "dpframe.loggers.formats": "ruled: tables as those of sweeps",

@@ -18,7 +18,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 from dpframe.config import modes
 from dpframe.config.help import topics
 from dpframe.config.hints import has, may_take
-from dpframe.config.loader import Configs
+from dpframe.config.loader import ConfigLoader
 from dpframe.config.schema import CONFIG_NAME, PARTS, WHOLE
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
@@ -96,7 +96,7 @@ def _words(
         return [option for option in options if option.startswith(typed)]
     if choices := _choices(typed):
         return choices
-    configs = Configs(config_dir)
+    configs = ConfigLoader(config_dir)
     if {"--help", "-h"} & {*before}:
         return [topic for topic in topics(configs) if topic.startswith(typed)]
     if part := LIST.fullmatch(typed):
@@ -106,7 +106,7 @@ def _words(
     return sorted({*_of_hydra(before, typed, configs), *_of_classes(before, typed, configs)})
 
 
-def _of_hydra(before: list[str], typed: str, configs: Configs) -> list[str]:
+def _of_hydra(before: list[str], typed: str, configs: ConfigLoader) -> list[str]:
     if not any(re.match(r"~?recipe\b", word) for word in before):
         before = ["~recipe", *before]  # else nothing composes before a recipe is chosen
     os.environ["COMP_LINE"] = " ".join(["dpframe", *before, typed])
@@ -117,7 +117,7 @@ def _of_hydra(before: list[str], typed: str, configs: Configs) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def _of_classes(before: list[str], typed: str, configs: Configs) -> list[str]:
+def _of_classes(before: list[str], typed: str, configs: ConfigLoader) -> list[str]:
     """Arguments that no file sets, but classes of such parts mostly take. To ask a class would be
     to import it, and torch with it."""
     known = [key for key in KNOWN if key.startswith(typed) and typed.count(".") == key.count(".")]

@@ -15,7 +15,7 @@ from dpframe.checkpoint import seal
 from dpframe.cli.exit import say
 from dpframe.cli.results import Outcome, Result, Results
 from dpframe.config.compose import Composed, compose, from_hydra
-from dpframe.config.loader import Configs, quoted
+from dpframe.config.loader import ConfigLoader, quoted
 from dpframe.errors import Interrupted, UserError, first_line
 from dpframe.launch import signals
 from dpframe.util import files
@@ -28,7 +28,7 @@ class RunFailed(Exception):
 @dataclass
 class Runner:
     results: Results
-    configs: Configs  # with what is typed: a sweeper may draw values, but no run to resume
+    configs: ConfigLoader  # with what is typed: a sweeper may draw values, but no run to resume
     config_dir: str | None
     shared: list[str]  # Hydra's own overrides, for each point
     jobs: int  # at a time
@@ -84,7 +84,7 @@ class Runner:
         is_begun = self.known and job.settings.mode == "fit"
         if is_begun and seal.newest_of_run(directory) is not None:
             words.append(f"resume={quoted(str(directory))}")
-            configs = Configs(self.config_dir)
+            configs = ConfigLoader(self.config_dir)
             configs.taken = self.configs.taken
             job, _ = compose_point(configs, words, number)
         job.run_dir, job.is_run_dir_given = str(directory), True
@@ -162,7 +162,9 @@ class Runner:
         return done
 
 
-def compose_point(configs: Configs, words: list[str], number: int) -> tuple[Composed, DictConfig]:
+def compose_point(
+    configs: ConfigLoader, words: list[str], number: int
+) -> tuple[Composed, DictConfig]:
     """A run, and the config that Hydra composes of it."""
     config = compose(configs, words)
     with read_write(config.hydra), open_dict(config.hydra):
@@ -182,7 +184,7 @@ def run_point(config: Any, *, config_dir: str | None) -> tuple[Outcome, float]:
     began, hydra = time.monotonic(), HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
     words = [*overrides["hydra"], *overrides["task"]]
-    job, _ = compose_point(Configs(config_dir), words, hydra.job.num)
+    job, _ = compose_point(ConfigLoader(config_dir), words, hydra.job.num)
     job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
     outcome, _ = run_here(job)
     return outcome, time.monotonic() - began

@@ -24,7 +24,7 @@ from dpframe.cli.results import Earlier, Results, read_earlier
 from dpframe.cli.runner import RunFailed, Runner, compose_point, run_point
 from dpframe.config.compose import Composed
 from dpframe.config.earlier_run import key_of, must_be_typed, refuse_calls, value_of
-from dpframe.config.loader import Configs, quoted, with_path_quoted
+from dpframe.config.loader import ConfigLoader, quoted, with_path_quoted
 from dpframe.config.objective import Objective
 from dpframe.config.schema import SweepSettings
 from dpframe.errors import Interrupted, UserError, first_line, printable
@@ -50,7 +50,7 @@ OF_ONE_START = ("hydra", "resume", "resume_anyway")
 def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
-    configs = Configs(config_dir, typed=typed)
+    configs = ConfigLoader(config_dir, typed=typed)
     again = [with_path_quoted(override) for override in given]
     configs.taken = [] if before is None else [o for o in before.overrides if o not in again]
     overrides, first, config = _first_point(typed, configs)
@@ -130,7 +130,7 @@ def head_of(override: str) -> str:
 
 
 def _first_point(
-    typed: Sequence[str], configs: Configs
+    typed: Sequence[str], configs: ConfigLoader
 ) -> tuple[list[Override], Composed, DictConfig]:
     """All overrides, and what their first values make: a key that is not there is refused
     before there is a directory or a study."""
@@ -144,7 +144,7 @@ def _first_point(
     return overrides, first, config
 
 
-def _parse(words: Sequence[str], configs: Configs) -> list[Override]:
+def _parse(words: Sequence[str], configs: ConfigLoader) -> list[Override]:
     with configs.explained(words):
         return OverridesParser.create(configs.loader).parse_overrides(list(words))
 
@@ -226,7 +226,7 @@ def _by_sweeper(config: DictConfig, runner: Runner) -> None:
             hydra.sweeper.max_batch_size = None  # all points are checked before the first one runs
         if not _is(hydra.launcher, LAUNCHER):
             runner.other = plugins.instantiate_launcher(
-                hydra_context=context(Configs(runner.config_dir)),
+                hydra_context=context(ConfigLoader(runner.config_dir)),
                 task_function=partial(run_point, config_dir=runner.config_dir),
                 config=deepcopy(config),
             )
@@ -254,7 +254,7 @@ def _by_sweeper(config: DictConfig, runner: Runner) -> None:
 class _Unchecked:
     """The loader for a sweeper, which composes each point to check it: the runner does so."""
 
-    def __init__(self, configs: Configs) -> None:
+    def __init__(self, configs: ConfigLoader) -> None:
         self._configs = configs
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Any) -> DictConfig:

@@ -28,7 +28,7 @@ from dpframe.config.earlier_run import (
     with_saved,
 )
 from dpframe.config.errors import explain
-from dpframe.config.loader import Configs, quoted, register_resolver
+from dpframe.config.loader import ConfigLoader, quoted, register_resolver
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import RunSettings, read_settings
 from dpframe.errors import UserError
@@ -71,10 +71,10 @@ class Composed:
 
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:
     """The checked config, or a UserError."""
-    return from_hydra(compose(Configs(config_dir), overrides), overrides)
+    return from_hydra(compose(ConfigLoader(config_dir), overrides), overrides)
 
 
-def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
+def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
     """Composes the config, with the overrides of the run that is resumed or evaluated."""
 
     def runs() -> Path:
@@ -122,7 +122,7 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
     return config
 
 
-def _without(taken: set[str], overrides: Sequence[str], configs: Configs) -> list[str]:
+def _without(taken: set[str], overrides: Sequence[str], configs: ConfigLoader) -> list[str]:
     """Without the values that a directory's overrides set; the options that they choose stay."""
     known = []
     for override in overrides:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
 from dpframe.config.earlier_run import key_of
-from dpframe.config.loader import Configs
+from dpframe.config.loader import ConfigLoader
 from dpframe.config.schema import WHOLE, defaults, groups
 from dpframe.errors import UserError, first_line, printable, suggestion
 from dpframe.values import shown
@@ -102,7 +102,7 @@ OF_KEYS = (
 
 def shown_for(arguments: argparse.Namespace) -> str:
     """What `--help` or `--cfg` prints."""
-    configs, overrides = Configs(arguments.config_dir), arguments.overrides
+    configs, overrides = ConfigLoader(arguments.config_dir), arguments.overrides
     if arguments.cfg and not arguments.help:
         text = _config(configs, overrides, arguments.cfg, resolve=arguments.resolve)
     elif overrides:
@@ -113,7 +113,7 @@ def shown_for(arguments: argparse.Namespace) -> str:
     return printable(text.rstrip("\n"))
 
 
-def _config(configs: Configs, overrides: Sequence[str], part: str, *, resolve: bool) -> str:
+def _config(configs: ConfigLoader, overrides: Sequence[str], part: str, *, resolve: bool) -> str:
     """The config that would run: `job`, `hydra` or `all`."""
     with configs.explained(overrides):
         config = compose(configs, overrides)
@@ -141,7 +141,7 @@ def _mode(name: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _menu(group: str, configs: Configs) -> str:
+def _menu(group: str, configs: ConfigLoader) -> str:
     """A group's options, a line each."""
     options = configs.options(group)
     width = max(map(len, options), default=0)
@@ -149,7 +149,7 @@ def _menu(group: str, configs: Configs) -> str:
     return "\n".join([group, *lines, ""])
 
 
-def _title(group: str, option: str, configs: Configs, width: int = 0) -> str:
+def _title(group: str, option: str, configs: ConfigLoader, width: int = 0) -> str:
     """An option with the first comment of its file, and the packages that bring it."""
     paths = plugins.files_of(group, option, configs.folder)
     is_near = paths[0][0] == "you" or plugins.is_own(paths[0][0])
@@ -172,14 +172,14 @@ class Setting(NamedTuple):
         return f"{self.key}={self.value}" if self.value else self.key
 
 
-def comment_of(group: str, option: str, configs: Configs) -> str:
+def comment_of(group: str, option: str, configs: ConfigLoader) -> str:
     """The first one of an option's file that is not for Hydra or an editor."""
     lines = _text(group, option, configs).splitlines()
     comments = (line[1:].strip() for line in lines if line.startswith("#"))
     return next((line for line in comments if not line.startswith(FOR_OTHERS)), "")
 
 
-def settings_of(group: str, option: str, configs: Configs) -> list[Setting]:
+def settings_of(group: str, option: str, configs: ConfigLoader) -> list[Setting]:
     text = _text(group, option, configs)
     is_global = re.search(r"^# *@package +_global_ *$", text, re.MULTILINE)
     return list(_settings(text, "" if is_global else f"{group.replace('/', '.')}."))
@@ -191,7 +191,7 @@ def top_level() -> list[Setting]:
     return list(_settings(text, ""))
 
 
-def topics(configs: Configs) -> list[str]:
+def topics(configs: ConfigLoader) -> list[str]:
     """What may follow --help; there is more, e.g. a key of a callback."""
     groups = configs.groups()
     options = [option for group in groups for option in configs.options(group)]
@@ -199,7 +199,7 @@ def topics(configs: Configs) -> list[str]:
     return sorted({*groups, *options, *(setting.key for setting in settings)})
 
 
-def _topic(topic: str, configs: Configs) -> str:
+def _topic(topic: str, configs: ConfigLoader) -> str:
     """The help of e.g. `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus` or `seed`."""
     groups = configs.groups()
     group, _, option = topic.partition("=")
@@ -223,7 +223,7 @@ def _topic(topic: str, configs: Configs) -> str:
     return _key(topic, configs, {*groups, *of, *modes.of_packages()})
 
 
-def _key(topic: str, configs: Configs, names: set[str]) -> str:
+def _key(topic: str, configs: ConfigLoader, names: set[str]) -> str:
     """The help of a key, by its whole name or as for a hint; that of each recipe if only recipes
     have it. `names` are the groups, options and modes of packages."""
     settings = [*top_level(), *chain(*map(_settings_of_mode, modes.of_packages()))]
@@ -261,12 +261,12 @@ def _settings_of_mode(mode: str) -> Iterator[Setting]:
         yield Setting(f"{mode}.{each.name}", value, each.metadata.get("help", ""))
 
 
-def _option(group: str, option: str, configs: Configs) -> str:
+def _option(group: str, option: str, configs: ConfigLoader) -> str:
     lines = _title(group, option, configs), _lines(settings_of(group, option, configs))
     return "\n".join(filter(None, lines))
 
 
-def _text(group: str, option: str, configs: Configs) -> str:
+def _text(group: str, option: str, configs: ConfigLoader) -> str:
     """An option's file."""
     paths = plugins.files_of(group, option, configs.folder)
     return paths[0][1].read_text(encoding="utf-8", errors="replace") if paths else ""

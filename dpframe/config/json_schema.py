@@ -17,7 +17,7 @@ import yaml
 from dpframe.config import modes, plugins
 from dpframe.config.arguments import GROUPS, OF_ALL, SPECIAL
 from dpframe.config.help import settings_of, top_level
-from dpframe.config.loader import Configs
+from dpframe.config.loader import ConfigLoader
 from dpframe.config.schema import RunSettings, groups
 from dpframe.config.target import find, see_own_folders, taken_by
 from dpframe.errors import UserError
@@ -41,7 +41,7 @@ PLAIN: dict[Any, Schema] = {
 
 
 def json_schema(config_dir: str | None) -> Schema:
-    configs = Configs(config_dir)
+    configs = ConfigLoader(config_dir)
     told = [*settings_of("trainer", "default", configs), *top_level()]
     comments = {each.key: each.comment for each in told}
     nodes = list(_nodes(configs))
@@ -132,7 +132,7 @@ OF_EACH: Schema = {  # the keys of the call itself, and those that dpframe takes
 }
 
 
-def _nodes(configs: Configs) -> Iterator[tuple[str, dict[str, Any]]]:
+def _nodes(configs: ConfigLoader) -> Iterator[tuple[str, dict[str, Any]]]:
     for group in configs.groups():
         for option in configs.options(group):
             paths = plugins.files_of(group, option, configs.folder)

@@ -18,7 +18,7 @@ import hydra
 import omegaconf
 import yaml
 from hydra import initialize_config_module
-from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_loader import ConfigLoader as HydraLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -72,7 +72,7 @@ RESOURCES = {  # of a launcher
 }
 
 
-class Configs:
+class ConfigLoader:
     """Hydra's loader over our folders, which refuses what a file may not set.
 
     A sweeper and its launcher compose through it, too: `typed` are the overrides of their sweep.
@@ -280,7 +280,7 @@ class Inside(ConfigSource):
         raise ConfigLoadError(config_path)
 
 
-def _loader(folders: Iterable[tuple[str, str]]) -> ConfigLoader:
+def _loader(folders: Iterable[tuple[str, str]]) -> HydraLoader:
     """Hydra's own, over dpframe's configs and these folders."""
     for plugin in (Folders, Inside):
         Plugins.instance().register(plugin)

@@ -66,8 +66,8 @@ class TrainerSettings:
     # are compared by it; testing/course.py and modes/measure.py, if theirs do without it;
     # `ByHand` of by_hand.py, where it does nothing; `keywords.ELSEWHERE_NAMES`; `FREE` of
     # tests/test_prepare.py, if a run may go on with another value; and of a limit of training
-    # `reached` and `LEAST` below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT` of
-    # config/origin.py.
+    # `reached` and `LEAST` below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT`
+    # of config/origin.py.
 
     max_epochs: int | None = 10
     max_steps: int | None = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dpframe import UserError
 from dpframe.config.build import check_targets
 from dpframe.config.earlier_run import key_of
-from dpframe.config.loader import Configs
+from dpframe.config.loader import ConfigLoader
 from dpframe.modes.measure import devices_of
 from dpframe.plugin import (
     REHEARSED_REPLICAS,
@@ -75,7 +75,7 @@ def list_variants(
 
 def list_strategies(job: Composed) -> list[str]:
     """All that there are, but the one that stands for others."""
-    return [name for name in Configs(_folder(job)).options("strategy") if name != AUTO]
+    return [name for name in ConfigLoader(_folder(job)).options("strategy") if name != AUTO]
 
 
 def with_strategy(job: Composed, name: str, gpus: int | None = None) -> Variant:
