@@ -41,7 +41,7 @@ STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step
 
 
 @dataclass(frozen=True)
-class Shared:
+class Placed:
     """What every mode of a Trainer needs: a placed task, its data, and where and how they run."""
 
     task: Task
@@ -63,9 +63,9 @@ class Evaluation:
     """One of the task's steps over a `val`, `test` or `predict` data set."""
 
     def __init__(
-        self, shared: Shared, kind: str, name: str, loader: Loader, limit_batches: int | None
+        self, placed: Placed, kind: str, name: str, loader: Loader, limit_batches: int | None
     ) -> None:
-        self.task, self.strategy, precision = shared.task, shared.strategy, shared.precision
+        self.task, self.strategy, precision = placed.task, placed.strategy, placed.precision
         self.kind = kind
         self.name = name
         self.prefix = f"{kind}/{name}" if name else kind
@@ -74,14 +74,14 @@ class Evaluation:
             loader, self.strategy.to_device, self.strategy.local_devices
         )
         self.limit_batches = limit_batches
-        self.task_metrics = shared.task_metrics
+        self.task_metrics = placed.task_metrics
         step = EvalStep(self.task, STEPS[kind], precision.autocast, name)
         self.step = self.strategy.wrap(step, training=False)
         self.forward: Callable[..., Any] = self.step
         if precision.dtype is not None:
             self.forward = with_default_dtype(precision.dtype, self.step)
         self.sums = means_over(self.strategy)
-        self.stop_poll = StopPoll(self.strategy, shared.interruption)
+        self.stop_poll = StopPoll(self.strategy, placed.interruption)
 
     @torch.no_grad()
     def means(
@@ -166,17 +166,17 @@ class Evaluations:
 
     def __init__(
         self,
-        shared: Shared,
+        placed: Placed,
         kind: str,
         settings: TrainerSettings,
         loaders: dict[str, Loader] | None = None,
     ) -> None:
         if loaders is None:
-            loaders = evaluated(kind, shared.data, shared.strategy, settings, seed=shared.seed)
-        self._shared = shared
+            loaders = evaluated(kind, placed.data, placed.strategy, settings, seed=placed.seed)
+        self._placed = placed
         self.kind = kind
         self.by_name = {
-            name: Evaluation(shared, kind, name, loader, settings.limit(kind, loader.batches))
+            name: Evaluation(placed, kind, name, loader, settings.limit(kind, loader.batches))
             for name, loader in loaders.items()
         }
         self._is_profiled = settings.profile
@@ -193,7 +193,7 @@ class Evaluations:
     def _means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
-        task, task_metrics = self._shared.task, self._shared.task_metrics
+        task, task_metrics = self._placed.task, self._placed.task_metrics
         task.begin_pass(self.kind)
         if set(self.by_name) == {""}:
             return self.by_name[""].means(*others, after_batch=after_batch, at_most=at_most)
@@ -214,16 +214,16 @@ class Evaluations:
     def measure_few(self, batches: int) -> list[str]:
         """The names of what is measured, from so many batches. Nothing is drawn or counted, and the
         task has its buffers and attributes again."""
-        devices = self._shared.strategy.local_devices
+        devices = self._placed.strategy.local_devices
         random_state = seeding.random_state(devices)
-        with put_back(self._shared.task):
+        with put_back(self._placed.task):
             try:
                 names = self._means(at_most=batches)
             except RuntimeError as error:
-                refuse_backward(error, self._shared.task)
+                refuse_backward(error, self._placed.task)
                 raise
         seeding.restore_random_state(random_state, devices)
-        self._shared.task_metrics.tables.clear()
+        self._placed.task_metrics.tables.clear()
         return list(names)
 
 

@@ -25,7 +25,7 @@ from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.checks import arguments
 from dpframe.trainer.checks.keywords import SettingsByName, signature_with_settings, with_settings
 from dpframe.trainer.compute.placement import DTYPES, Precision, place
-from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
+from dpframe.trainer.evaluation import Evaluations, Placed, restore_modes
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.outputs import prefixed
@@ -127,7 +127,7 @@ class Trainer(CallbackView):
         self.hooks = Hooks(task, self.callbacks, self.strategy, is_profiled=settings.profile)
         loggers = self.strategy.logger(loggers)
         self.recorder = Recorder(loggers, self.run, is_profiled=settings.profile)
-        self.shared = Shared(
+        self.placed = Placed(
             task,
             data,
             self.strategy,
@@ -166,7 +166,7 @@ class Trainer(CallbackView):
         # The task may ask for its lengths while its parts are made.
         self.feed = TrainingData.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = make_training(
-            self.shared,
+            self.placed,
             self.settings,
             self.feed,
             self.callbacks,
@@ -264,7 +264,7 @@ class Trainer(CallbackView):
         self.mode = mode
         try:
             with restore_modes(self.task):
-                yield make_evaluations(self.shared, kind, self.settings, self.progress)
+                yield make_evaluations(self.placed, kind, self.settings, self.progress)
         except Exception as error:
             name_callback(error)
             raise
@@ -279,7 +279,7 @@ class Trainer(CallbackView):
         # Each process draws its own, e.g. for dropout. They follow from the epoch, so that a
         # checkpoint between two epochs needs no random state.
         if progress.batches_done == 0:
-            seed = seeding.mix(self.seed, self.shared.draws_as, progress.epoch)
+            seed = seeding.mix(self.seed, self.placed.draws_as, progress.epoch)
             seeding.reseed(seed, self.strategy.local_devices)
         if not self.task.training:
             self.task.train()
@@ -435,7 +435,7 @@ class Trainer(CallbackView):
         else:
             self.recorder.open(self.strategy)
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
-            seed = seeding.mix(self.seed, self.shared.draws_as)
+            seed = seeding.mix(self.seed, self.placed.draws_as)
             seeding.seed_everything(seed, self.strategy.local_devices)
         if self.strategy.is_main:
             training.feed.warn_of_a_short_batch()

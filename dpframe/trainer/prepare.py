@@ -26,7 +26,7 @@ from dpframe.trainer.checks.share_check import check_evaluation, check_shares
 from dpframe.trainer.compute.activations import drop_activations
 from dpframe.trainer.compute.compiled import Compiled
 from dpframe.trainer.compute.placement import Precision
-from dpframe.trainer.evaluation import Evaluations, Shared, means_over
+from dpframe.trainer.evaluation import Evaluations, Placed, means_over
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.rates import ScaledRates
 from dpframe.trainer.optim.turns import Updates, updates_of
@@ -60,7 +60,7 @@ class Training:
 
 
 def make_training(
-    shared: Shared,
+    placed: Placed,
     settings: TrainerSettings,
     feed: TrainingData,
     callbacks: Sequence[Callback],
@@ -72,11 +72,11 @@ def make_training(
     resumed_from: dict[str, Any] | None,
     resume_anyway: bool,
 ) -> Training:
-    task, data, strategy = shared.task, shared.data, shared.strategy
+    task, data, strategy = placed.task, placed.data, placed.strategy
     profile = Profile() if settings.profile else None
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
-    validation = Evaluations(shared, "val", settings, feed.validation)
+    validation = Evaluations(placed, "val", settings, feed.validation)
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
     task.scheduler_steps = feed.scheduler_steps(settings)
     task.schedules_turns = settings.scheduler_every == "step"
@@ -87,7 +87,7 @@ def make_training(
         task,
         strategy,
         settings,
-        shared.precision.scaler,
+        placed.precision.scaler,
         scaled_rates,
     )
     if task.optimizer_names and validation and not task.has_own("validation_step"):
@@ -98,14 +98,14 @@ def make_training(
     monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
     is_resumed = resumed_from is not None
     notes = check_shares(
-        shared, settings, feed, updates, progress, monitored, is_resumed=is_resumed
+        placed, settings, feed, updates, progress, monitored, is_resumed=is_resumed
     )
     recomputed = drop_activations(task, settings.checkpoint_activations)
-    wrap_steps(updates, task, strategy, settings, shared.precision)
+    wrap_steps(updates, task, strategy, settings, placed.precision)
     means = means_over(strategy)
-    shared.task_metrics.reset()
+    placed.task_metrics.reset()
     guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
-    left_out = LeftOut(task, shared.task_metrics, progress, settings)
+    left_out = LeftOut(task, placed.task_metrics, progress, settings)
     for update in updates.values() if left_out.may_be else ():
         if update.scaler is None:  # which leaves out such steps itself
             update.refuses = partial(guard.refuses_norm, progress=progress)
@@ -119,7 +119,7 @@ def make_training(
         strategy,
         progress,
         guard,
-        shared.task_metrics,
+        placed.task_metrics,
         feed.to_device,
         on_batch_start=on_batch_start,
         on_batch_end=on_batch_end,
@@ -132,14 +132,14 @@ def make_training(
         feed=feed,
         updates=updates,
         means=means,
-        task_metrics=shared.task_metrics,
+        task_metrics=placed.task_metrics,
         callbacks=callbacks,
         progress=progress,
         attributes=Attributes(task),
         devices=strategy.local_devices,
-        seed=shared.seed,
+        seed=placed.seed,
         recipe=run.recipe,
-        fingerprint=fingerprint(task, data, feed, updates, settings, run, shared.seed),
+        fingerprint=fingerprint(task, data, feed, updates, settings, run, placed.seed),
     )
     changes = []
     if resumed_from is not None:
@@ -149,7 +149,7 @@ def make_training(
         step=step,
         updates=updates,
         means=means,
-        calendar=Calendar(settings, feed, StopPoll(strategy, shared.interruption)),
+        calendar=Calendar(settings, feed, StopPoll(strategy, placed.interruption)),
         validation=validation,
         guard=guard,
         left_out=left_out,
@@ -162,11 +162,11 @@ def make_training(
 
 
 def make_evaluations(
-    shared: Shared, kind: str, settings: TrainerSettings, progress: Progress
+    placed: Placed, kind: str, settings: TrainerSettings, progress: Progress
 ) -> Evaluations:
     """Of a `val`, `test` or `predict` without training."""
-    evaluations = Evaluations(shared, kind, settings)
-    check_evaluation(shared, settings, evaluations, progress)
+    evaluations = Evaluations(placed, kind, settings)
+    check_evaluation(placed, settings, evaluations, progress)
     return evaluations
 
 

@@ -18,7 +18,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
-from dpframe.trainer.evaluation import STEPS, Evaluations, Shared
+from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.turns import Updates
 from dpframe.trainer.progress import Progress
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 
 def check_shares(
-    shared: Shared,
+    placed: Placed,
     settings: TrainerSettings,
     feed: TrainingData,
     updates: Updates,
@@ -54,14 +54,14 @@ def check_shares(
     """Before training: refuses a loss that depends on the shares, and warns of other numbers, also
     of validations; of those it tells who waits for them, of `monitored` keys and metrics. Returns
     notes. On one replica it warns of a loss in a run's first fit."""
-    task, strategy = shared.task, shared.strategy
+    task, strategy = placed.task, placed.strategy
     if strategy.replicas == 1 and not is_resumed and settings.share_check != "off":
         is_tried = updates.by_hand is None and not strategy.logical_shares
         for turn in updates if is_tried and feed.source.batch_size > 1 else ():
             warn_alone(Trial(task, strategy, progress, turn, is_brief=True), feed.source)
     if not _is_asked(strategy, settings):
         return ()
-    shared.checked.add("val")
+    placed.checked.add("val")
     if _is_rounded(strategy):
         return (f"{NOT_COMPARED}: strategy.param_dtype rounds the weights",)
     if updates.by_hand is not None:
@@ -93,17 +93,17 @@ def warn_alone(trial: Trial, source: Any) -> None:
 
 
 def check_evaluation(
-    shared: Shared, settings: TrainerSettings, evaluations: Evaluations, progress: Progress
+    placed: Placed, settings: TrainerSettings, evaluations: Evaluations, progress: Progress
 ) -> None:
     """Before a validation or a test alone, warns of its numbers."""
-    kind, strategy = evaluations.kind, shared.strategy
-    if kind == "predict" or kind in shared.checked or _is_rounded(strategy):
+    kind, strategy = evaluations.kind, placed.strategy
+    if kind == "predict" or kind in placed.checked or _is_rounded(strategy):
         return
     if not _is_asked(strategy, settings):
         return
-    shared.checked.add(kind)
+    placed.checked.add(kind)
     loaders = {name: each.loader for name, each in evaluations.by_name.items()}
-    _told(evaluated(shared.task, strategy, progress, kind, loaders), strategy, settings, ())
+    _told(evaluated(placed.task, strategy, progress, kind, loaders), strategy, settings, ())
 
 
 def _is_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
