@@ -13,8 +13,8 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks
-from dpframe.trainer.optim.step import Update
-from dpframe.trainer.optim.turns import Updates
+from dpframe.trainer.optim.step import OptimizerStep
+from dpframe.trainer.optim.turns import Turns
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.prepare import Training
 from dpframe.trainer.progress import Progress
@@ -66,12 +66,12 @@ class CallbackView:
         return self.feed.total_steps
 
     @property
-    def updates(self) -> Updates:
+    def updates(self) -> Turns:
         """By the optimizers' names; one alone has the name ""."""
         return self.training.updates
 
     @property
-    def update(self) -> Update:
+    def update(self) -> OptimizerStep:
         """The one whose turn it is."""
         return self.training.updates.current
 

@@ -270,8 +270,8 @@ class Trainer(CallbackView):
             raise
         self.recorder.close(self.metrics, succeeded=True)
 
-    # ---- the heart: `Step` has forward and backward, `Update` the optimizer, `Calendar` says when
-    # to log, validate and stop
+    # ---- the heart: `Step` has forward and backward, `OptimizerStep` the optimizer, and `Calendar`
+    # says when to log, validate and stop
 
     def _train_epoch(self, training: Training) -> None:
         progress, hooks, calendar = self.progress, self.hooks, training.calendar

@@ -29,7 +29,7 @@ from dpframe.trainer.compute.placement import Precision
 from dpframe.trainer.evaluation import Evaluations, Placed, means_over
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.rates import ScaledRates
-from dpframe.trainer.optim.turns import Updates, updates_of
+from dpframe.trainer.optim.turns import Turns, turns_of
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.recorder import RunInfo
@@ -46,7 +46,7 @@ class Training:
 
     feed: TrainingData
     step: Step
-    updates: Updates
+    updates: Turns
     means: Means
     calendar: Calendar
     validation: Evaluations
@@ -83,7 +83,7 @@ def make_training(
     scaled_rates = None
     if task.scale_lr is not None:
         scaled_rates = ScaledRates.of(task, settings, feed.source.batch_size)
-    updates = updates_of(
+    updates = turns_of(
         task,
         strategy,
         settings,
@@ -171,7 +171,7 @@ def make_evaluations(
 
 
 def wrap_steps(
-    updates: Updates,
+    updates: Turns,
     task: Task,
     strategy: Strategy,
     settings: TrainerSettings,

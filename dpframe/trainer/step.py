@@ -20,7 +20,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.loss_guard import LossGuard
 from dpframe.trainer.compute.placement import Autocast
-from dpframe.trainer.optim.step import NotFinite, Update
+from dpframe.trainer.optim.step import NotFinite, OptimizerStep
 from dpframe.trainer.outputs import (
     Measured,
     ZeroLoss,
@@ -53,9 +53,9 @@ class Step:
     accumulates: bool
     uses_cuda_graphs: bool
     batches: list[Batch] = field(init=False)  # of the step at hand
-    update: Update = field(init=False)  # whose gradients they are for
+    update: OptimizerStep = field(init=False)  # whose gradients they are for
 
-    def gradients(self, batches: list[Batch], update: Update) -> list[Measured] | None:
+    def gradients(self, batches: list[Batch], update: OptimizerStep) -> list[Measured] | None:
         """Computes the gradients of the exact mean over the batches' rows.
 
         Returns what the steps measured, or None if the step is skipped.

@@ -15,7 +15,7 @@ from dpframe.errors import Failure
 from dpframe.parameters import updated_by
 from dpframe.task import Task
 from dpframe.trainer.checks.put_back import OF_MODULES
-from dpframe.trainer.optim.step import Update
+from dpframe.trainer.optim.step import OptimizerStep
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -42,7 +42,7 @@ class LeftOut:
         self._step = 0  # of that turn
         self._is_updated = False  # whether a turn before it in its step was made
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: OptimizerStep) -> None:
         """Before a turn."""
         step = self._progress.global_step
         if self._begun is not None:
@@ -53,7 +53,7 @@ class LeftOut:
         self._progress.left_out_step = 0
         self._put_back = [*self._kept(update)]
 
-    def end(self, update: Update, *, is_logged: bool) -> None:
+    def end(self, update: OptimizerStep, *, is_logged: bool) -> None:
         """In place of the rest of the turn."""
         progress = self._progress
         with torch.no_grad():
@@ -72,7 +72,7 @@ class LeftOut:
                 f"trainer.max_skipped_steps={self._most}"
             )
 
-    def _kept(self, update: Update) -> Iterator[PutBack]:
+    def _kept(self, update: OptimizerStep) -> Iterator[PutBack]:
         for module in self._task.modules():
             yield _buffers(module)
             yield _attributes(module)

@@ -20,7 +20,7 @@ from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
 from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
 from dpframe.trainer.feed import TrainingData
-from dpframe.trainer.optim.turns import Updates
+from dpframe.trainer.optim.turns import Turns
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 
@@ -45,7 +45,7 @@ def check_shares(
     placed: Placed,
     settings: TrainerSettings,
     feed: TrainingData,
-    updates: Updates,
+    updates: Turns,
     progress: Progress,
     monitored: Sequence[tuple[str, str]],
     *,

@@ -4,15 +4,15 @@ from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.compute.placement import DTYPES
-from dpframe.trainer.optim.step import Update
+from dpframe.trainer.optim.step import OptimizerStep
 from dpframe.trainer.outputs import IgnoredWeights
 from dpframe.trainer.profile import timed
 from dpframe.trainer.settings import TrainerSettings
 
 
-class ByHand(Update):
-    """Replaces the loop's update where a task steps its optimizers in training_step. An Update of
-    each optimizer keeps its state."""
+class ByHand(OptimizerStep):
+    """Replaces the loop's update where a task steps its optimizers in training_step. Each
+    optimizer has an OptimizerStep, which keeps its state."""
 
     name = ""
     needs_closure = False

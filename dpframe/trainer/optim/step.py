@@ -48,7 +48,7 @@ class NotFinite(Exception):
     """A closure has met a loss or gradients that are not."""
 
 
-class Update:
+class OptimizerStep:
     """One optimizer of a task and all that its step needs; `name` is "" where there is no other.
 
     `module` is the task's training step as the strategy has wrapped it, for this optimizer: `use`

@@ -14,7 +14,7 @@ from dpframe.trainer.compute import dynamo
 from dpframe.trainer.optim.by_hand import ByHand
 from dpframe.trainer.optim.optimizers import check_signature, optimizers_of
 from dpframe.trainer.optim.rates import ScaledRates
-from dpframe.trainer.optim.step import Update
+from dpframe.trainer.optim.step import OptimizerStep
 from dpframe.trainer.settings import TrainerSettings
 
 STATES = (
@@ -22,15 +22,15 @@ STATES = (
     "scheduler",
     "scaler",
     "options",
-)  # of an Update, and the keys in a checkpoint
+)  # of an OptimizerStep, and the keys in a checkpoint
 
 
-class Updates(dict[str, Update]):
+class Turns(dict[str, OptimizerStep]):
     """By the optimizers' names; one alone has the name ""."""
 
     def __init__(
         self,
-        by_name: dict[str, Update],
+        by_name: dict[str, OptimizerStep],
         task: Task,
         collectives: Collectives,
         by_hand: ByHand | None,
@@ -42,18 +42,18 @@ class Updates(dict[str, Update]):
         self._compares_turns = collectives.world_size > 1 and task.has_own("turns")
         self.by_hand = by_hand
         self.current = next(iter(by_name.values()))  # the one whose turn it is
-        self._single_update: tuple[Update, ...] = ()  # empty: several take turns
+        self._single_update: tuple[OptimizerStep, ...] = ()  # empty: several take turns
         if by_hand is not None:
             self._single_update = (by_hand,)
         elif not self.current.name:
             self._single_update = (self.current,)
 
-    def taking_turns(self) -> Iterable[Update]:
+    def taking_turns(self) -> Iterable[OptimizerStep]:
         """Those of this step, one after the other; in each turn only its own weights get
         gradients."""
         return self._single_update or self._turns()
 
-    def _turns(self) -> Iterator[Update]:
+    def _turns(self) -> Iterator[OptimizerStep]:
         task = type(self._task).__name__
         names = list(self._task.turns())
         if self._compares_turns:
@@ -115,7 +115,7 @@ class Updates(dict[str, Update]):
         plateaus = [update for update in self.values() if update.is_plateau]
         return [("trainer.plateau_monitor", each.plateau_monitor) for each in plateaus]
 
-    def each(self, read: Callable[[Update], Any]) -> Any:
+    def each(self, read: Callable[[OptimizerStep], Any]) -> Any:
         """The value of the only one, or of several a dict by their names."""
         values = {name: read(update) for name, update in self.items()}
         return values.get("", values)  # one alone has no name
@@ -127,13 +127,13 @@ class Updates(dict[str, Update]):
         return {part: {name: states[name][part] for name in states} for part in STATES}
 
 
-def updates_of(
+def turns_of(
     task: Task,
     strategy: Strategy,
     settings: TrainerSettings,
     scaler: torch.amp.GradScaler | None,
     scaled_rates: ScaledRates | None = None,
-) -> Updates:
+) -> Turns:
     """Makes the task's optimizers, and checks them."""
     if not any(parameter.requires_grad for parameter in task.parameters()):
         raise UserError(
@@ -154,8 +154,8 @@ def updates_of(
     check_signature(task, turns)
     task.optimizer_names = tuple(filter(None, turns))
     by_name = {
-        name: Update(name, made, task, strategy, settings, scaler, scaled_rates)
+        name: OptimizerStep(name, made, task, strategy, settings, scaler, scaled_rates)
         for name, made in optimizers.items()
     }
     by_hand = ByHand(task, strategy, settings) if task.optimizes_by_hand else None
-    return Updates(by_name, task, strategy.collectives, by_hand)
+    return Turns(by_name, task, strategy.collectives, by_hand)

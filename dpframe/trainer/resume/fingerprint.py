@@ -16,8 +16,8 @@ from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.schedule import StepSchedule, by_arguments
-from dpframe.trainer.optim.step import Update
-from dpframe.trainer.optim.turns import Updates
+from dpframe.trainer.optim.step import OptimizerStep
+from dpframe.trainer.optim.turns import Turns
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import TrainerSettings
 
@@ -39,7 +39,7 @@ def fingerprint(
     task: Task,
     data: DataModule,
     feed: TrainingData,
-    updates: Updates,
+    updates: Turns,
     settings: TrainerSettings,
     run: RunInfo,
     seed: int,
@@ -76,12 +76,12 @@ def fingerprint(
     return facts | of_code(task, data)
 
 
-def _options(task: Task, update: Update) -> dict[str, Any]:
+def _options(task: Task, update: OptimizerStep) -> dict[str, Any]:
     make = task.make_optimizers.get(update.name, task.make_optimizer)
     return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
 
 
-def _of_schedule(update: Update, make: Any, config: Fingerprint) -> Fingerprint:
+def _of_schedule(update: OptimizerStep, make: Any, config: Fingerprint) -> Fingerprint:
     """The options of a scheduler that the config does not have. `task.schedule` has its own key."""
     if update.scheduler is None or isinstance(update.scheduler, StepSchedule):
         return {}

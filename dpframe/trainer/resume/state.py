@@ -20,7 +20,7 @@ from dpframe.task import Task
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.state import Mismatch
-from dpframe.trainer.optim.turns import Updates
+from dpframe.trainer.optim.turns import Turns
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.resume.attributes import Attributes, load, of_process
 from dpframe.trainer.resume.fingerprint import Fingerprint, differences
@@ -39,7 +39,7 @@ class Resumable:
     task: Task
     strategy: Strategy
     feed: TrainingData
-    updates: Updates
+    updates: Turns
     means: Means
     task_metrics: TaskMetrics
     callbacks: Sequence[Callback]
