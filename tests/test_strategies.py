@@ -183,6 +183,36 @@ def test_a_rehearsal_is_announced_in_one_line(no_gpu, capfd, strategy, said):
 
 
 @pytest.mark.parametrize(
+    "make, variables, where",
+    [
+        (DDP, {"SLURM_JOB_ID": "7"}, "Slurm"),
+        (DataParallel, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),
+        (auto, {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}, "Slurm"),
+    ],
+)
+def test_a_job_of_a_cluster_whose_driver_fails_is_refused_unless_the_cpu_is_meant(
+    no_gpu, monkeypatch, make, variables, where
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        make().choose_devices(default=None)
+    assert str(caught.value) == (
+        f"{NONE}, and this is a job of {where}, which might train on the CPU for days; give it "
+        "devices that work, or set trainer.accelerator=cpu"
+    )
+    meant = make(accelerator="cpu").choose_devices(default=2)
+    assert {device.type for device in meant} == {"cpu"}
+    machine(monkeypatch, None, 0)  # a torch without CUDA has no driver that fails
+    assert make().choose_devices(default=2)[0].type == "cpu"
+
+
+def test_a_job_of_slurm_that_was_given_no_gpu_trains_on_the_cpu(no_gpu, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert auto().launch(int) == 0
+
+
+@pytest.mark.parametrize(
     "kind, count, variables, driver, said",
     [
         (None, 0, {}, "", f"torch {torch.__version__} is built for the CPU alone"),

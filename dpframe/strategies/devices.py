@@ -19,6 +19,8 @@ HIDES = {  # the variables by which devices are kept from a process
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
 }
+CLUSTERS = {"SLURM_JOB_ID": "Slurm", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
+GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")  # what Slurm says of GPUs that a job has
 
 
 def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.device]:
@@ -27,6 +29,8 @@ def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.d
     asked = count_of(gpus, len(there))
     count = asked or default or len(there) or REHEARSED_REPLICAS
     if not there:
+        if accelerator == "auto":
+            refuse_lost_devices()
         if count > REPLICAS_PER_CORE and count > (limit := REPLICAS_PER_CORE * cores()):
             raise UserError(
                 f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most "
@@ -93,6 +97,16 @@ def why_none(accelerator: str) -> str:
         said = first_line(error).partition(". ")[0]
         return f"torch can use no {kind} device{limits and f' ({limits})'}: {said}"
     return f"this machine has no {kind} device{limits and f' ({limits})'}"
+
+
+def refuse_lost_devices() -> None:
+    """In a job of a cluster, where nobody reads the line of a rehearsal: a driver may have failed."""
+    where = next((name for variable, name in CLUSTERS.items() if variable in os.environ), "")
+    if where and torch.accelerator.current_accelerator() is not None:
+        raise UserError(
+            f"{why_none('auto')}, and this is a job of {where}, which might train on the CPU for "
+            "days; give it devices that work, or set trainer.accelerator=cpu"
+        )
 
 
 def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> None:

@@ -1,11 +1,13 @@
 """One process on one device, and the default: ddp where it is called for, else one device."""
 
+import os
+
 import torch
 
 from dpframe.errors import UserError
 from dpframe.launch import environment
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import Gpus, announce, count_of
+from dpframe.strategies.devices import GIVEN, Gpus, announce, count_of, refuse_lost_devices
 
 
 class CPU(Strategy, takes_logical_shares=True):
@@ -37,4 +39,6 @@ def auto(gpus: Gpus = None, accelerator: str = "auto") -> Strategy:
         return DDP(gpus, accelerator)
     if accelerator not in ("auto", "cpu") or (accelerator == "auto" and (count or available)):
         return SingleGPU(gpus, accelerator)
+    if accelerator == "auto" and any(name in os.environ for name in GIVEN):
+        refuse_lost_devices()
     return CPU(gpus, accelerator)
