@@ -100,7 +100,7 @@ def why_none(accelerator: str) -> str:
 
 
 def refuse_lost_devices() -> None:
-    """In a job of a cluster, where nobody reads the line of a rehearsal: a driver may have failed."""
+    """In a job of a cluster, where nobody reads the line of a rehearsal."""
     where = next((name for variable, name in CLUSTERS.items() if variable in os.environ), "")
     if where and torch.accelerator.current_accelerator() is not None:
         raise UserError(
