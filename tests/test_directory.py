@@ -125,6 +125,34 @@ def test_a_pipe_in_a_run_directory_is_refused_and_not_waited_for(tmp_path):
         resumed_file(str(tmp_path / "run"), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tables/val", "checkpoints/last.ckpt/part", "a/b/c"])
+def test_no_folder_of_a_run_directory_leads_out_of_it_however_deep(tmp_path, name):
+    (outside := tmp_path / "outside").mkdir()
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    with pytest.raises(UserError, match=f"{name} is a link out of the run directory"):
+        Directory(tmp_path / "run", is_given=True).make({})
+    assert not [*outside.iterdir()]
+
+
+def test_no_more_does_a_file_behind_a_link_within_it(tmp_path):
+    (tmp_path / "run/sub").mkdir(parents=True)
+    (tmp_path / "run/checkpoints").symlink_to("sub")
+    (tmp_path / "run/sub/last.ckpt").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match="last.ckpt is a link out of the run directory"):
+        Directory(tmp_path / "run", is_given=True).make({})
+
+
+def test_what_a_logger_has_linked_to_a_file_is_left_in_its_folder(tmp_path):
+    """`wandb.save` does so."""
+    (tmp_path / "model.py").touch()
+    (folder := tmp_path / "run/wandb/files").mkdir(parents=True)
+    (folder / "model.py").symlink_to(tmp_path / "model.py")
+    (tmp_path / "run/wandb/latest").symlink_to("files")
+    Directory(tmp_path / "run", is_given=True).make({})
+
+
 def test_a_run_directory_that_is_itself_behind_a_link_is_used(tmp_path):
     (tmp_path / "disk" / "run").mkdir(parents=True)
     (tmp_path / "outputs").symlink_to("disk")

@@ -89,13 +89,16 @@ def remove(made: Sequence[Path]) -> None:
 
 
 def refuse_ways_out(directory: Path) -> None:
-    """Refuses links that would lead what a run writes out of an existing directory.
+    """Refuses links that would lead what a run writes out of an existing directory: to folders, and
+    of files those that it may write over.
 
     The directory itself may be behind a link, which is its owner's.
     """
     inside = directory.resolve()
-    for folder in (directory, *(directory / name for name in OVERWRITTEN)):
-        for entry in sorted(folder.iterdir()) if folder.exists() else []:
+    at_risk = {inside, *(Path(os.path.realpath(inside / name)) for name in OVERWRITTEN)}
+    for folder, folders, names in os.walk(directory):
+        for name in sorted(folders + names * (Path(folder).resolve() in at_risk)):
+            entry = Path(folder, name)
             if not Path(os.path.realpath(entry)).is_relative_to(inside):
                 raise UserError(
                     f"{entry} is a link out of the run directory, and a run writes only inside it; "
