@@ -10,12 +10,14 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+import small
 import torch
 from conftest import descendants
 from forked import fresh, stop_forks
@@ -423,6 +425,46 @@ def test_a_worker_that_exits_is_told_by_where():
         r"its work was done; raise an exception instead",
         failure(Dies("exits")),
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's default stays")
+@pytest.mark.parametrize(
+    "chosen, method", [(None, "fork"), ("forkserver", "fork"), ("spawn", "spawn")]
+)
+def test_workers_are_forks_on_python_3_14_too_unless_a_program_spawns(monkeypatch, chosen, method):
+    """There a forkserver is the default."""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: chosen)
+    methods = ["forkserver", "fork", "spawn"]
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: methods)
+    assert workers._context([]).get_start_method() == method
+
+
+class Unpicklable(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = lambda x: x
+
+
+def spawned(make: Callable[[], Dataset], method: str) -> str | dict[str, Tensor]:
+    multiprocessing.set_start_method(method, force=True)
+    data = small.Rows()
+    data.train, data.workers = make(), 1
+    try:
+        return fitted(data=data, max_epochs=1, share_check="off").task.state_dict()
+    except UserError as error:
+        return str(error)
+
+
+def picked() -> Dataset:
+    return small.Listed(small.Rows().train)
+
+
+def test_workers_of_a_forkserver_read_the_same_rows_and_can_not_get_each_data_set():
+    forks, served = (fresh(spawned, picked, method) for method in ("fork", "forkserver"))
+    assert is_same(forks, served)
+    said = fresh(spawned, Unpicklable, "spawn")
+    assert said.startswith("data workers can't get the data set Unpicklable: AttributeError: Can't")
+    assert said.endswith("; make it one that can be pickled, or set data.workers=0")
 
 
 def begun(hung: int, persistent: bool) -> tuple[list[Any], list[str], str]:

@@ -5,7 +5,9 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -229,6 +231,14 @@ class Processes:
         self._requests.wait_for_begin = self._wait_for_begin
         try:
             return iter(self._loader)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            if self._starts_by_fork():
+                raise
+            raise UserError(
+                f"data workers can't get the data set {type(self._rows.dataset).__name__}: "
+                f"{type(error).__name__}: {error}; make it one that can be pickled, or set "
+                "data.workers=0"
+            ) from error
         finally:
             self._requests.wait_for_begin = None
             if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
@@ -244,9 +254,7 @@ class Processes:
 
     def _wait_for_begin(self) -> None:
         """When all workers were started, and none was asked for anything yet."""
-        assert self._loader is not None
-        method = self._loader.multiprocessing_context.get_start_method()
-        if self._begin_seconds is None or method != "fork":
+        if self._begin_seconds is None or not self._starts_by_fork():
             return  # a new interpreter takes seconds
         sentinels = [process.sentinel for process in self._processes]
         clock = watchdog.Clock()
@@ -256,6 +264,10 @@ class Processes:
             if late and clock.seconds() >= self._begin_seconds:
                 who = "data worker {} (pid {})".format(*late[0])
                 raise _NotBegun(f"{who} has not begun in {self._begin_seconds:g} s")
+
+    def _starts_by_fork(self) -> bool:
+        assert self._loader is not None
+        return bool(self._loader.multiprocessing_context.get_start_method() == "fork")
 
     def _numbered(self) -> list[tuple[int, int, bool]]:
         """The number and pid of each worker, and whether it has begun."""
@@ -321,7 +333,10 @@ def _context(made: list[Any]) -> Any:
     """As multiprocessing has it, with events that a killed worker can't keep locked: the DataLoader
     sets one when it ends its workers, and would wait for ever. The processes are `made`: those that
     have died are no active children of multiprocessing's."""
-    context: Any = copy.copy(multiprocessing.get_context())
+    method = multiprocessing.get_start_method(allow_none=True)
+    if sys.platform == "linux" and method in (None, multiprocessing.get_all_start_methods()[0]):
+        method = "fork"  # not Python 3.14's default, whose workers begin in seconds
+    context: Any = copy.copy(multiprocessing.get_context(method))
     context.Event = _Event
     context.Process = partial(_process, context.Process, made)
     return context
