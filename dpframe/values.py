@@ -5,7 +5,7 @@ import types
 from dataclasses import fields
 from functools import cache
 from itertools import chain
-from numbers import Integral, Number, Real
+from numbers import Integral, Real
 from os import PathLike
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
@@ -46,7 +46,7 @@ def check_types(settings: Any, group: str) -> None:
         if type(value) in options or (type(value) is str and value in options):
             continue
         check_type(f"{group}.{each.name}", value, hint)
-        if isinstance(value, Number) and hasattr(value, "item"):
+        if getattr(value, "shape", None) == ():
             setattr(settings, each.name, value.item())
 
 
@@ -72,7 +72,7 @@ def check_gpus(gpus: Any) -> None:
     if gpus in (None, "auto", "all"):
         return
     ids = gpus if isinstance(gpus, list) else [gpus]
-    are_numbers = all(type(one) is int and one >= 0 for one in ids)
+    are_numbers = all(fits(one, int) and one >= 0 for one in ids)
     if not (ids and are_numbers and len(set(ids)) == len(ids)):
         if gpus in (-1, "-1"):
             raise UserError("trainer.gpus=-1 is no count; for all GPUs use trainer.gpus=all")
@@ -98,11 +98,13 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 def _is_of(value: Any, kind: Any) -> bool:
     if kind is Any:
         return True
-    if isinstance(kind, str):
-        return isinstance(value, str) and value == kind
+    if isinstance(kind, str | int):  # of a Literal
+        return type(value) is type(kind) and bool(value == kind)
     if kind in (int, float):
         is_number = isinstance(value, Integral if kind is int else Real)
         return is_number and not isinstance(value, bool)
+    if kind is bool:
+        return type(value).__name__ in ("bool", "bool_")
     try:
         return isinstance(value, get_origin(kind) or kind)
     except TypeError:  # e.g. a Protocol

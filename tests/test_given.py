@@ -337,8 +337,9 @@ def test_numbers_of_numpy_are_numbers():
     data = Rows()
     data.batch_size, data.workers = np.int64(5), np.int32(0)
     given = {"max_epochs": np.int64(1), "clip_norm": np.float32(0.5), "grace_seconds": np.int8(3)}
+    given["deterministic"] = np.bool_(False)
     made = Trainer(Small(), data, seed=np.int64(2**62), threads=1, **given)
     made.fit()
     assert made.global_step == 4
     assert {key: getattr(made.settings, key) for key in given} == given
-    assert all(type(getattr(made.settings, key)) in (int, float) for key in given)
+    assert all(type(getattr(made.settings, key)) in (int, float, bool) for key in given)

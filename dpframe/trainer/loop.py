@@ -76,7 +76,7 @@ class Trainer(CallbackView):
         """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
         itself. `show_progress`: None shows it on a terminal and in a notebook, False nowhere."""
-        callbacks, loggers = arguments.lists_of(callbacks=callbacks, loggers=loggers)
+        callbacks, loggers = arguments.lists_of(callbacks, loggers)
         arguments.check(task, data, strategy, settings, callbacks, run, seed)
         if show_progress is not False:
             from dpframe.callbacks.display import display

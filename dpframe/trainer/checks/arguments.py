@@ -22,7 +22,6 @@ CALLED: dict[type, tuple[str, ...]] = {
     DataModule: tuple(name for name, value in vars(DataModule).items() if inspect.isroutine(value)),
     Callback: ("state_dict", "load_state_dict", "monitored"),
 }
-LISTED = {"callbacks": Callback, "loggers": Logger}
 NEAR = 0.88  # training_steps is near training_step, and a helper train_data not near train_dataset
 MEANT = {  # what is not spelt alike
     "train_step": "training_step",
@@ -80,9 +79,9 @@ THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what t
 }
 
 
-def lists_of(**given: Any) -> list[list[Any]]:
-    """The callbacks and the loggers, which may be any iterable of them."""
-    return [_list_of(name, parts, LISTED[name]) for name, parts in given.items()]
+def lists_of(callbacks: Any, loggers: Any) -> tuple[list[Any], list[Any]]:
+    """Which may be any iterables."""
+    return _list_of("callbacks", callbacks, Callback), _list_of("loggers", loggers, Logger)
 
 
 def check(
