@@ -169,8 +169,9 @@ SHOWN = {
 }
 
 
-# What other commands have after them, so that each takes a second.
+# What other commands have after them, so that each takes less than a second.
 SHORT = "trainer.max_epochs=1 trainer.limit_train_batches=2 trainer.limit_val_batches=1"
+SHORT += " trainer.share_check=off data.batch_size=16"
 AS_SHOWN = r"--(help|cfg)|resume=|(^| )mode="
 # What other tests run: these take longer, or need what is not here.
 ELSEWHERE = "|".join(
