@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpframe import Strategy, Trainer, UserError, seeding
+from dpframe import Callback, Strategy, Trainer, UserError, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.histograms import Histograms
 from dpframe.callbacks.sample_predictions import SamplePredictions
@@ -531,6 +531,26 @@ class Saves(Draws):
         assert not any(isinstance(weight, DTensor) for weight in net.parameters())
         self.on_validation_end(trainer)
         assert self.drawn == before
+
+
+class SavesPredicted(Callback):
+    def on_predict_end(self, trainer: Trainer, predictions: Any) -> None:
+        self.said = tried(trainer.whole_state_dict)
+
+
+def predicted_alone(strategy: Strategy) -> str:
+    saves = SavesPredicted()
+    trainer(make=Deep, strategy=strategy, callbacks=[saves]).predict()
+    return saves.said if strategy.is_main else ""
+
+
+def test_what_every_rank_has_to_call_is_refused_where_the_main_one_is_alone():
+    said = on(FSDP(2, "cpu", timeout_seconds=10), predicted_alone)
+    assert said == (
+        "trainer.whole_state_dict needs every rank, and on_predict_end is the main one's alone; "
+        "call it in on_predict_start"
+    )
+    assert predicted_alone(CPU()) == ""
 
 
 def tried(call: Callable[[], object]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dpframe.data import Batch
+from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.metrics import numbers_of
 from dpframe.strategies.base import Strategy
@@ -40,6 +41,7 @@ class CallbackView:
     mode = ""  # fit, validate, test or predict, once one of them runs
     has_begun = False  # training
     is_validating = False  # within a fit
+    is_on_main_alone = False  # a hook that runs
     is_extra_validation = False  # at the end of training: a longer run would not make it
     metrics: dict[str, float]
     checkpoint: str | None  # the newest that this process has saved
@@ -144,6 +146,11 @@ class CallbackView:
         sharding = self.strategy.sharding
         if sharding is None or not self.strategy.is_set_up:  # its ranks have ended
             return module.state_dict()
+        if self.is_on_main_alone:
+            raise UserError(
+                "trainer.whole_state_dict needs every rank, and on_predict_end is the main one's "
+                "alone; call it in on_predict_start"
+            )
         return sharding.whole_state(module)
 
     def _read_losses(self, training: Training) -> None:

@@ -91,7 +91,11 @@ class Hooks:
     def call_on_main(self, name: str, trainer: Any, *args: Any) -> None:
         """All processes take part in gathering sharded weights, and the main one calls."""
         if self._strategy.is_main:
-            self.call(name, trainer, *args)
+            trainer.is_on_main_alone = self._strategy.world_size > 1
+            try:
+                self.call(name, trainer, *args)
+            finally:
+                trainer.is_on_main_alone = False
             return
         for hook in self._lists[name]:
             with self._weights_for(name, hook):
