@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 from forked import fresh
-from small import Hooks, Rows, Small, fitted, heavy, is_same, trainer
+from small import Hooks, Listed, Rows, Small, fitted, heavy, is_same, trainer
 from torch.utils.data import random_split
 
 import dpframe.callbacks.display
@@ -176,6 +176,20 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
 
 def without_rates(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.endswith("per_second")}
+
+
+class Grows(Callback):
+    def on_epoch_start(self, trainer):
+        trainer.data.train.level = trainer.epoch
+
+
+def test_a_warning_of_all_ranks_is_printed_once(capfd):
+    """As the command's ranks do it, of which the main one has the screen."""
+    data = Rows()
+    data.train, data.workers = Listed(data.train), 1
+    with Trainer(Small(), data, strategy=DDP(2, "cpu"), max_epochs=2, callbacks=[Grows()]) as one:
+        one.fit()
+    assert capfd.readouterr().err.count("data workers begin again before each epoch") == 1
 
 
 SCRIPT = """

@@ -1,5 +1,7 @@
 """Where a Trainer runs: its strategy, and the processes that this launches for a program."""
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -115,6 +117,8 @@ def _run_mode(work: Parcel, path: str | None) -> Parcel | None:
     make, strategy, parts, set_there, call = work.unpack(owns_main=True)
     random_state, settings, dtype = set_there
     so_far, mode, args, options = call
+    if os.environ.get("RANK", "0") != "0":  # no line is printed by each of them
+        logging.getLogger("dpframe").setLevel(logging.ERROR)
     seeding.restore_random_state(random_state, [])
     use_process_settings(settings)
     torch.set_default_dtype(dtype)
