@@ -34,6 +34,8 @@ class LRSchedule:
 
 @dataclass(frozen=True)
 class Warmed(LRSchedule):
+    """A schedule whose rate rises at first."""
+
     warmup: float = 0.03
 
     def __post_init__(self) -> None:
@@ -52,10 +54,14 @@ class _RisesAndFalls(Warmed):
 
 
 class WarmupCosine(_RisesAndFalls):
+    """Falls by a half cosine."""
+
     falls = "cosine"
 
 
 class Linear(_RisesAndFalls):
+    """Falls in a straight line."""
+
     falls = "linear"
 
 
@@ -83,6 +89,8 @@ class WSD(Warmed):
 
 @dataclass(frozen=True)
 class Constant(Warmed):
+    """Stays as it is."""
+
     def factor(self, step: int, steps: int) -> float:
         return _rise(step, count(self.warmup, steps))
 
@@ -93,6 +101,8 @@ class Constant(Warmed):
 
 @dataclass(frozen=True)
 class InverseSqrt(Warmed):
+    """Falls by one over the square root of the steps."""
+
     timescale: int | None = None
 
     def factor(self, step: int, steps: int) -> float:

@@ -20,7 +20,7 @@ Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
 
 
-class Job(Protocol):
+class SeenProgress(Protocol):
     """What a Task can ask while it is trained: a Trainer's Progress, and its Strategy."""
 
     @property
@@ -30,7 +30,9 @@ class Job(Protocol):
     def epoch(self) -> int: ...
 
 
-class Placed(Protocol):
+class SeenStrategy(Protocol):
+    """What a task reads of its strategy."""
+
     device: torch.device
     rank: int
     replicas: int
@@ -45,8 +47,8 @@ class TaskContext:
 
     def __init__(
         self,
-        progress: Job | None = None,
-        strategy: Placed | None = None,
+        progress: SeenProgress | None = None,
+        strategy: SeenStrategy | None = None,
         *,
         seed: int = 0,
         is_compiled: bool = False,

@@ -470,3 +470,14 @@ def test_what_is_written_uses_the_words_of_the_field():
         if re.search(RIDDLES, line, re.I)
     ]
     assert riddles == []
+
+
+def test_a_public_class_says_in_a_sentence_what_it_is():
+    """Of recipes the docstring of the file does."""
+    silent = [
+        f"{module}.{node.name}"
+        for module, path in MODULES.items()
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_" and not ast.get_docstring(node)
+    ]
+    assert silent == []

@@ -14,6 +14,8 @@ REDRAW_SECONDS = 0.2
 
 
 class Live(Callback):
+    """Draws the line: epoch, step, rate and the newest metrics."""
+
     reads_metrics = True
 
     def __init__(self) -> None:

@@ -42,6 +42,8 @@ class Epoch(NamedTuple):
 
 
 class Monitor:
+    """Knows the metric, which way is better, and the best value so far."""
+
     def __init__(self, name: str, mode: str, *, key: str, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
             raise not_one_of(f"{key}.mode", mode, ("min", "max"))

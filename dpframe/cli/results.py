@@ -43,6 +43,8 @@ class Result:
 
 
 class Outcome(NamedTuple):
+    """What one run came to."""
+
     status: str
     value: float | None = None
     reason: str = ""
@@ -72,6 +74,8 @@ class Seeds:
 
 @dataclass
 class Results:
+    """The runs of a sweep so far, and the files that tell them."""
+
     directory: Path
     objective: Objective
     typed: list[str]  # the overrides of the sweep

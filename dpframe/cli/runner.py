@@ -27,6 +27,8 @@ class RunFailed(Exception):
 
 @dataclass
 class Runner:
+    """Runs the points of a sweep and records what they came to."""
+
     results: Results
     configs: ConfigLoader  # with what is typed: a sweeper may draw values, but no run to resume
     config_dir: str | None

@@ -162,6 +162,8 @@ def _title(group: str, option: str, configs: ConfigLoader, width: int = 0) -> st
 
 
 class Setting(NamedTuple):
+    """A key as the help shows it."""
+
     key: str
     value: str  # as the file has it; "" for a part of the config
     comment: str

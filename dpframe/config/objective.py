@@ -10,6 +10,8 @@ CHOSEN = "sweep.metric"
 
 
 class Objective(NamedTuple):
+    """The metric and the direction that a run is compared by."""
+
     metric: str = "val/loss"
     mode: str = "min"
     key: str = ""  # of the callback that monitors it, or `sweep.metric`

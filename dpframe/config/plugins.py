@@ -27,6 +27,8 @@ LACKING = "it is one of dpframe's plugins, which this installation lacks; instal
 
 
 class Plugin(NamedTuple):
+    """A package, and the folder of configs that it brings."""
+
     package: str  # its name and version
     top: str  # what is imported
     folder: Path  # of its configs

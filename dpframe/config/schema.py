@@ -27,6 +27,8 @@ OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
 @dataclass
 class SweepSettings:
+    """The keys `sweep.…`."""
+
     jobs: int = 1
     resume: str | None = None
     metric: str | None = None
@@ -48,6 +50,8 @@ Group = dict[Any, Any]  # a user adds keys
 
 @dataclass
 class RunSettings:
+    """The keys at the top of a config."""
+
     recipe: str = "unnamed"
     task: Group = field(default_factory=dict)
     data: Group = field(default_factory=dict)

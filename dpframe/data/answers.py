@@ -15,6 +15,8 @@ SHORT_BYTES = 2048  # of a message; a pipe takes 4096 at once, and torch adds so
 
 
 class Answers(Dataset):
+    """The data set in a data worker: it answers each request with a batch or an error."""
+
     def __init__(
         self,
         answer: Callable[..., Any],

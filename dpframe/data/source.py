@@ -23,6 +23,8 @@ NOT_READ_BY = {"__init__", "__len__", "__setattr__", "check_worker_number_ration
 
 @dataclass(frozen=True)
 class Source:
+    """A data set, and how it is read and divided."""
+
     dataset: Any
     batch_size: int  # global: rows over all replicas
     shuffle: bool

@@ -24,6 +24,8 @@ COUNT_OPTIONS = {
 
 
 class Rank(NamedTuple):
+    """Which of several processes this one is."""
+
     rank: int
     world_size: int
     local_rank: int

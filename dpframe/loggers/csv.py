@@ -17,6 +17,8 @@ KEPT = ("tables", "texts")  # kinds of files
 
 
 class CSV(Logger):
+    """Writes metrics.csv."""
+
     needs_directory = True
 
     def __init__(self) -> None:

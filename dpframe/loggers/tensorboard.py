@@ -52,6 +52,8 @@ NO_RESULTS = ("profile/", "progress/", "step/", "train/")
 
 
 class TensorBoard(Logger):
+    """Writes event files, which `tensorboard --logdir` shows."""
+
     needs_directory = True
 
     def __init__(self, *, hparams: bool = True) -> None:

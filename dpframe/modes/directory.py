@@ -16,6 +16,8 @@ ELSEWHERE = "name another by hydra.run.dir=DIR"
 
 
 class Directory:
+    """The directory of one run, which this process locks."""
+
     def __init__(self, path: Path, *, is_given: bool) -> None:
         self.path = path
         self.is_given = is_given

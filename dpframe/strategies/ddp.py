@@ -28,6 +28,8 @@ Changes = dict[str, list[str]]
 
 
 class DDP(Processes, takes_logical_shares=True):
+    """Ranks that share gradients by DistributedDataParallel."""
+
     def __init__(
         self,
         gpus: Gpus = None,

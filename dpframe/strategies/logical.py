@@ -242,6 +242,8 @@ class Shares(nn.Module):
 
 
 class EvalShares(Shares):
+    """The logical shares of a batch that is evaluated."""
+
     def train(self, mode: bool = True) -> Self:
         """Each pass begins with `eval()`."""
         self.batches = 0

@@ -11,6 +11,8 @@ from dpframe.strategies.devices import GIVEN, Gpus, announce, count_of, refuse_l
 
 
 class CPU(Strategy, takes_logical_shares=True):
+    """One process on the CPU."""
+
     uses_gpus = False
 
     def setup(self) -> None:

@@ -25,6 +25,8 @@ class EpochEnd(NamedTuple):
 
 
 class Calendar:
+    """Says what is due after a step and after an epoch."""
+
     clock = 0.0  # seconds of training when it was last polled: the same in all processes
 
     def __init__(

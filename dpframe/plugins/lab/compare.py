@@ -8,6 +8,8 @@ from dpframe.plugin import Composed, refuse_below
 
 @dataclass
 class Settings:
+    """The keys `compare.…`."""
+
     strategies: list[str] | None = field(
         default=None,
         metadata={"help": "[ddp, data_parallel]; null: all that this machine can have"},

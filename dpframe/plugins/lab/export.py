@@ -16,6 +16,8 @@ FORMATS = ("program", "weights", "safetensors", "checkpoint")
 
 @dataclass
 class Settings:
+    """The keys `export.…`."""
+
     formats: list[str] | None = field(
         default=None,
         metadata={

@@ -30,6 +30,8 @@ def describe_operations(
 
 
 class Counter(Callback):
+    """Counts the operations of a step as it runs."""
+
     count = 0
 
     def on_epoch_start(self, trainer: Trainer) -> None:

@@ -14,6 +14,8 @@ FOUND = ("batch_size", "lr")
 
 @dataclass
 class Settings:
+    """The keys `tune.…`."""
+
     find: list[str] = field(
         default_factory=lambda: list(FOUND), metadata={"help": "what mode=tune tries"}
     )

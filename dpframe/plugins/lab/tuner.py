@@ -35,6 +35,8 @@ PART_OF_MACHINE = 4  # on the CPU, all replicas take at most one part in so many
 
 
 class Point(NamedTuple):
+    """A learning rate that was tried, and the loss after its step."""
+
     rate: float
     loss: float
 

@@ -14,6 +14,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Tuning(NamedTuple):
+    """What a tuning has found."""
+
     title: str
     limit: float | None  # bytes a replica
     max_batch_size: int

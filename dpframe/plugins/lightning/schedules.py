@@ -68,6 +68,8 @@ class Schedules:
 
 
 class ScheduledOptimizer(NamedTuple):
+    """An optimizer and the schedules that follow it."""
+
     optimizer: Optimizer
     schedules: list[Schedule]
 

@@ -110,6 +110,8 @@ class Held:
 
 
 class TheirTrainer:
+    """Stands for the Trainer of Lightning."""
+
     def __init__(self, task: Any) -> None:
         self.task = task
         self.optimizers: list[Any] = []

@@ -47,6 +47,8 @@ VARIABLES = {
 
 
 class Ray(DDP):
+    """ddp whose ranks are workers of Ray Train."""
+
     spans_machines = True
 
     def __init__(

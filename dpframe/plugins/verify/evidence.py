@@ -33,6 +33,8 @@ class Finding:
 
 
 class Outcome(NamedTuple):
+    """What a check has compared, and how far apart it was."""
+
     compared: str
     measured: float | str | None  # None: there was nothing to look at
     cause: str = ""  # in words, if something is wrong

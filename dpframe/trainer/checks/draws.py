@@ -15,6 +15,8 @@ class NotCompared(Exception):
 
 
 class Drawn(NamedTuple):
+    """What a step has drawn."""
+
     by: str  # the function, e.g. randn
     size: tuple[int, ...] | None  # None of what is no tensor
 

@@ -36,6 +36,8 @@ TRAIN_ANYWAY = "trainer.share_check=warn trains anyway"
 
 
 class Verdict(NamedTuple):
+    """What the share check has found, as lines to show."""
+
     refusal: str = ""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

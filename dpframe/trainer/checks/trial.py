@@ -50,6 +50,8 @@ FREE = 4  # times the memory that the weights take in float64 has to be free
 
 
 class Difference(NamedTuple):
+    """A number that shares give otherwise than the whole."""
+
     name: str
     whole: float
     parts: float
@@ -367,6 +369,8 @@ class SharesOf:
 
 
 class Gatherable(SharesOf):
+    """Shares that a step may gather."""
+
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.gather_rows = DataParallel().gather_rows  # type: ignore[method-assign]

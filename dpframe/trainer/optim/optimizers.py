@@ -28,6 +28,8 @@ FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Made(NamedTuple):
+    """An optimizer as the task made it, and its schedule."""
+
     optimizer: Optimizer
     scheduler: Any  # or None
     needs_closure: bool

@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dpframe.errors import UserError
-from dpframe.task import Job, Task
+from dpframe.task import SeenProgress, Task
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
 
@@ -13,7 +13,7 @@ class ScaledRates:
     """Multiplies the learning rates for the optimizer's step, and restores them after it, so that
     schedulers, checkpoints and callbacks see the rates that are set."""
 
-    def __init__(self, given: Any, *, rows: int, job: Job) -> None:
+    def __init__(self, given: Any, *, rows: int, job: SeenProgress) -> None:
         """`rows` of an update, over all replicas."""
         self.settings = scale_settings(given)
         self.rows = rows
