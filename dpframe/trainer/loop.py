@@ -98,44 +98,38 @@ class Trainer(CallbackView):
             parts = {"task": task, "data": data, "settings": settings, "callbacks": callbacks}
             parts |= {"loggers": loggers, "seed": seed, "run": self.run, "show_progress": False}
             self.ranks = Ranks(type(self), self.strategy, parts)
-            return
+        else:
+            self._set_up(loggers, interruption)
+
+    def _set_up(self, loggers: list[Logger], interruption: Interruption | None) -> None:
+        """Joins the other processes, places the task and prepares the data."""
+        task, data, settings = self.task, self.data, self.settings
         if not self.strategy.is_set_up:
             self._opened.enter_context(self.strategy)
             atexit.register(self._opened.close)  # which does not keep the Trainer
-        self.strategy = add_logical_shares(self.strategy, settings, seed)
-        self.precision = Precision(
-            settings.precision,
-            self.strategy.device,
-            cuts_weights=self.strategy.sharding is not None,
-        )
-        self.strategy.dtype = self.precision.dtype
+        self.strategy = strategy = add_logical_shares(self.strategy, settings, self.seed)
+        cuts_weights = strategy.sharding is not None
+        self.precision = Precision(settings.precision, strategy.device, cuts_weights=cuts_weights)
+        strategy.dtype = self.precision.dtype
         task.setup(self)
-        self.layout = place(task, self.strategy, self.precision, settings)
-        self.task_metrics = TaskMetrics(task, self.strategy)
+        self.layout = place(task, strategy, self.precision, settings)
+        self.task_metrics = metrics = TaskMetrics(task, strategy)
         beat()
         if data.has_preparation:
-            call_prepare_data(data, self.strategy.collectives.once)
+            call_prepare_data(data, strategy.collectives.once)
         data.setup()
         beat()
         task.run_context = TaskContext(
             self.progress,
-            self.strategy,
-            seed=seed,
+            strategy,
+            seed=self.seed,
             is_compiled=settings.compile_mode is not None,
-            end_share=self.task_metrics.end_share,
+            end_share=metrics.end_share,
         )
-        self.hooks = Hooks(task, self.callbacks, self.strategy, is_profiled=settings.profile)
-        loggers = self.strategy.logger(loggers)
-        self.recorder = Recorder(loggers, self.run, is_profiled=settings.profile)
-        self.placed = Placed(
-            task,
-            data,
-            self.strategy,
-            seed,
-            self.precision,
-            self.task_metrics,
-            interruption,
-        )
+        self.hooks = Hooks(task, self.callbacks, strategy, is_profiled=settings.profile)
+        own_loggers = strategy.logger(loggers)
+        self.recorder = Recorder(own_loggers, self.run, is_profiled=settings.profile)
+        self.placed = Placed(task, data, strategy, self.seed, self.precision, metrics, interruption)
 
     def __enter__(self) -> Self:
         return self
