@@ -104,7 +104,7 @@ class Log:
         """Within, `self.log` logs to this step, as often as the step's own numbers are logged."""
 
         def log(numbers: Numbers) -> None:
-            if (trainer.progress.global_step + 1) % trainer.settings.log_every == 0:
+            if trainer.training.calendar.logs(trainer.global_step + 1):
                 trainer.log({f"step/{name}": value for name, value in numbers.items()})
 
         self.per_step = log
