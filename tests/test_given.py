@@ -333,6 +333,20 @@ def test_a_wrong_value_from_python_is_one_line_of_what_it_is_and_what_to_use(mis
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
+class OwnLoaders(Rows):
+    def train_dataset(self):
+        return torch.utils.data.DataLoader(self.train, self.batch_size["train"], shuffle=True)
+
+    def val_dataset(self):
+        return torch.utils.data.DataLoader(self.held_out, self.batch_size["val"])
+
+
+def test_a_batch_size_that_only_the_users_own_loaders_read_may_be_anything():
+    data = OwnLoaders()
+    data.batch_size = {"train": 4, "val": 8}
+    assert fitted(data=data, max_epochs=1).global_step == 5
+
+
 def test_numbers_of_numpy_are_numbers():
     data = Rows()
     data.batch_size, data.workers = np.int64(5), np.int32(0)

@@ -31,6 +31,7 @@ class DataSettings:
             refuse_below("data.workers", self.workers, 0)
 
     @classmethod
-    def of(cls, data: Any) -> Self:
-        """Those of a DataModule, when it is read."""
-        return cls(**{each.name: getattr(data, each.name) for each in fields(cls)})
+    def of(cls, data: Any, *names: str) -> Self:
+        """Those of a DataModule, or some of them, when they are read."""
+        names = names or tuple(each.name for each in fields(cls))
+        return cls(**{name: getattr(data, name) for name in names})

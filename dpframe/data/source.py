@@ -47,8 +47,8 @@ class Source:
         """Of what the DataModule's `method` returned; only `train` shuffles. A stream to `predict`
         is not divided, since its rows have an order."""
         trains = kind == "train"
-        DataSettings.of(data)
         if isinstance(given, DataLoader):
+            DataSettings.of(data, "divided", "divide_streams", "drop_last")
             return _of_loader(given, data, method, kind=kind)
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
             names = ", ".join(map(str, given))
@@ -58,6 +58,7 @@ class Source:
             use = "one, e.g. a ConcatDataset" if trains else "a dict of them by their names"
             raise UserError(f"{method} returned {what}; return {use}")
         _refuse_batches(given, method)
+        DataSettings.of(data)
         sampler = data.train_sampler(given) if trains else None
         shuffle = trains and data.shuffle
         return cls(
