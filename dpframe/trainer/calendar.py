@@ -42,7 +42,7 @@ class Calendar:
             self._validate_every is not None or self._validates_after
         )
         self._poll_at = 0  # steps
-        self._is_alone = stop_poll.collectives.world_size == 1
+        self._logs_together = stop_poll.collectives.world_size > 1
 
     def logs(self, step: int) -> bool:
         return step % self._log_every == 0
@@ -69,7 +69,8 @@ class Calendar:
         self._poll_at = self._stop_poll.begin(step)
 
     def polls(self, step: int) -> bool:
-        return step >= self._poll_at or not (self._is_alone or step % self._log_every)
+        """Now and then, and where several processes log: they wait for each other there anyway."""
+        return step >= self._poll_at or (self._logs_together and step % self._log_every == 0)
 
     def has_polled(self, step: int) -> bool:
         return self._stop_poll.done == step

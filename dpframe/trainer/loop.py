@@ -350,7 +350,8 @@ class Trainer(CallbackView):
         progress.read_clock()
         progress.ended_step = progress.global_step
         self.hooks.call("on_epoch_end", self)
-        self._poll(training)
+        if not self.is_over:
+            self._poll(training)
 
     def _validate_epoch(self, training: Training, end: EpochEnd) -> dict[str, float]:
         """The new metrics of the validation after an epoch, or at the end of training."""
