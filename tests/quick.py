@@ -13,7 +13,7 @@ FILES = {
     "checkpoint",
     "contributing",
     "data",
-    "given",
+    "arguments",
     "layers",
     "loggers",
     "media",

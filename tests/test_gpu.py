@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import test_evaluation
-import test_guard
+import test_loss_guard
 import test_parity
 import test_strategies
 import torch
@@ -400,11 +400,11 @@ def test_the_watch_for_waits_sees_one(sync_debug_mode):
 
 
 def test_a_loss_that_is_no_number_is_named_at_the_next_log_step_and_never_saved(tmp_path):
-    step, rows = test_guard.met_in(0, shuffle=True)
+    step, rows = test_loss_guard.met_in(0, shuffle=True)
     keeper = Checkpoint(every_n_steps=2)
     with pytest.raises(Failure, match=f"^step {step}: the loss is nan, rows {rows};"):
         fitted(
-            data=test_guard.Bad(),
+            data=test_loss_guard.Bad(),
             strategy=started(SingleGPU(accelerator="cuda")),
             callbacks=[keeper],
             directory=tmp_path,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import on
 from small import SGD, Hooks, Rows, Small, fitted, is_same
-from test_guard import Bad
+from test_loss_guard import Bad
 from test_rates import Noted
 from test_turns import Pair
 from torch import is_tensor, nn

@@ -84,8 +84,8 @@ def test_ctrl_c_is_its_own_to_end_by(tmp_path, capsys):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel ends it")
 def test_it_ends_with_the_program_that_has_called_it(tmp_path):
-    code = "import pathlib, test_fresh; "
-    code += f"test_fresh.call(test_fresh.waits, pathlib.Path({str(tmp_path)!r}))"
+    code = "import pathlib, test_interpreter; "
+    code += f"test_interpreter.call(test_interpreter.waits, pathlib.Path({str(tmp_path)!r}))"
     paths = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
     program = subprocess.Popen([sys.executable, "-c", code], env=environment(PYTHONPATH=paths))
     while not (tmp_path / "pid").exists():
