@@ -66,6 +66,7 @@ def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel)
     wanted |= {f"dpframe/conf/{path}" for path in (*files("conf", "*.yaml"), "__init__.py")}
     wanted |= {f"dpframe/recipes/{path}" for path in (*files("recipes", "*.py"), "data/boston.csv")}
     wanted |= {"dpframe/recipes/data/digits.csv.gz"}
+    wanted |= {f"dpframe/{path}" for path in files("dpframe", "*.yaml")}  # of its plugins
     wanted |= {f"hydra_plugins/{path}" for path in files("hydra_plugins", "*.py")}
     assert wanted - inside == set()
     assert {name.split("/")[0] for name in inside} == {"dpframe", "hydra_plugins"}
