@@ -63,7 +63,7 @@ class TrainerSettings:
     # A config's types are checked by these annotations, values below. A new key is in
     # conf/trainer/default.yaml and `keywords.SettingsByName`, too. Who else may have to know it:
     # `fingerprint.DECIDING`, if a run can't go on with another value; `recorder.TELLING`, if runs
-    # are compared by it; testing/course.py and modes/measure.py, if theirs do without it;
+    # are compared by it; plugins/verify/course.py and modes/measure.py, if theirs do without it;
     # `ByHand` of by_hand.py, where it does nothing; `keywords.ELSEWHERE_NAMES`; `FREE` of
     # tests/test_prepare.py, if a run may go on with another value; and of a limit of training
     # `reached` and `LEAST` below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT`
