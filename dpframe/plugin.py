@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dpframe.launch import signals as signals
     from dpframe.launch.local import allow_fork as allow_fork
     from dpframe.launch.rank_errors import RankFailed as RankFailed
+    from dpframe.loggers.formats import ruled as ruled
     from dpframe.metrics import fraction as fraction
     from dpframe.metrics import is_number as is_number
     from dpframe.modes.measure import WARM_UPS as WARM_UPS
@@ -74,6 +75,7 @@ _NAMES = {
     "config.compose": ("Composed", "composed"),
     "config.parts": ("callbacks_of", "data_of", "strategy_of", "task_of"),
     "modes.run": ("launch",),
+    "loggers.formats": ("ruled",),
     "modes.report": (
         "HOUR",
         "counted",

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, environment
+from test_contributing import PROJECT
+
+from dpframe.config import modes, plugins
 
 PUBLIC = [f"dpframe{name}" for name in ("", ".callbacks", ".loggers", ".strategies", ".testing")]
 PUBLIC += ["dpframe.plugin"]
@@ -52,7 +55,6 @@ FRIENDS = {
         "dpframe.config.loader": "ConfigLoader: composes the job of each strategy to compare",
         "dpframe.config.earlier_run": "key_of, value_of: what was typed",
         "dpframe.data.module": "mapped: the inputs of an exported program",
-        "dpframe.loggers.formats": "ruled: tables as those of sweeps",
         "dpframe.modes.measure": "devices_of, lasting_bytes: how much fits",
         "dpframe.strategies.devices": "what mode=doctor tells of this machine",
         "dpframe.strategies.processes": "backends: what mode=doctor tells",
@@ -133,6 +135,17 @@ def test_a_plugin_comes_by_the_front_door_or_as_a_friend_with_a_reason(plugin):
     assert {module for module in back if not f"{module}.".startswith(f"{own}.")} == FRIENDS[
         plugin
     ].keys()
+
+
+def test_each_entry_point_of_dpframes_own_is_known_where_it_is_missing():
+    points = PROJECT["project"]["entry-points"]
+    assert points["dpframe.modes"].keys() == modes.UNINSTALLED.keys() - {"plan"}
+    options = {
+        f"{path.parent.name}={path.stem}"
+        for folder in points["dpframe.plugins"].values()
+        for path in (ROOT / folder.replace(".", "/")).glob("*/*.yaml")
+    }
+    assert options == {*plugins.OPTIONS}
 
 
 def test_nothing_of_the_core_imports_a_plugin():

@@ -84,12 +84,12 @@ def install(site, package, **points):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
-    install(site, "late", late="late", both="late", size="size", grade="grade", quiet="quiet")
+    install(site, "late", late="late", both="late", tally="tally", grade="grade", quiet="quiet")
     install(site, "rival", both="late", broken="broken", odd="odd", fit="late")
-    size = re.search(r"^```python\n(\"{3}`mode=size`.*?)^```$", PAGE, re.M | re.S)[1]
+    tally = re.search(r"^```python\n(\"{3}`mode=tally`.*?)^```$", PAGE, re.M | re.S)[1]
     modules = {
         "late": LATE,
-        "size": size,
+        "tally": tally,
         "grade": GRADE,
         "quiet": QUIET,
         "odd": ODD,
@@ -104,7 +104,7 @@ def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_pat
     lines = [
         late,
         [*late, "late.hour=3", "hydra.run.dir=a"],
-        ["recipe=boston", "mode=size", "size.frozen=true"],
+        ["recipe=boston", "mode=tally", "tally.frozen=true"],
         ["-m", *late, "late.hour=4,5"],
         [*late, "late.hour=25"],
         ["recipe=boston", "mode=both"],
@@ -130,7 +130,7 @@ def test_a_sweep_compares_what_a_mode_returns_or_nothing(site, tmp_path):
     by_size = ["sweep.metric=parameters", "sweep.mode=min"]
     lines = [
         ["-m", "recipe=boston", "mode=quiet", "seed=1,2"],
-        ["-m", "recipe=boston", "mode=size", "size.frozen=true,false", *by_size],
+        ["-m", "recipe=boston", "mode=tally", "tally.frozen=true,false", *by_size],
     ]
     quiet, sized = attempts(lines, tmp_path, **site)
     assert quiet.code == 0 and "sweep: 2 of 2 runs finished; " in quiet.out, quiet.err

@@ -67,7 +67,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_test_that_the_table_of_faults_names_is_there(page):
     tests = {
         name
-        for path in ROOT.glob("tests/test_*.py")
+        for path in ROOT.glob("tests/**/test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     named = set(re.findall(r"`(test_\w+)`", text_of(page)))

@@ -110,8 +110,9 @@ class CallbackView:
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Adds numbers to `metrics` and to this step's row of every logger, e.g. {"val/f1": 0.5}.
 
-        For the hooks of callbacks and tasks. Every process has to call it with the same numbers:
-        others are refused when a validation or an epoch ends.
+        For the hooks of callbacks and tasks. The step is the newest that is done: log what
+        `on_before_step` has computed in `on_step_end`. Every process has to call it with the same
+        numbers: others are refused when a validation or an epoch ends.
         """
         numbers = numbers_of(scalars)
         if self.hooks.log_check is not None:

@@ -60,14 +60,15 @@ COMPILE_OPTIONS: dict[str, Any] = {"mode": None, "dynamic": None, "fullgraph": F
 class TrainerSettings:
     """The keys of `trainer.*`, with the same defaults."""
 
-    # A config's types are checked by these annotations, values below. A new key is in
-    # conf/trainer/default.yaml and `keywords.SettingsByName`, too. Who else may have to know it:
-    # `fingerprint.DECIDING`, if a run can't go on with another value; `recorder.TELLING`, if runs
-    # are compared by it; plugins/verify/course.py and modes/measure.py, if theirs do without it;
-    # `ByHand` of by_hand.py, where it does nothing; `keywords.ELSEWHERE_NAMES`; `FREE` of
-    # tests/test_prepare.py, if a run may go on with another value; and of a limit of training
-    # `reached` and `LEAST` below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT`
-    # of config/origin.py.
+    # A config's types are checked by these annotations, values below, numbers by `LEAST` and
+    # `POSITIVE`. A new key is in conf/trainer/default.yaml and `keywords.SettingsByName`, too. Who
+    # else may have to know it: `fingerprint.DECIDING`, if a run can't go on with another value, or
+    # else `FREE` of tests/test_prepare.py; `recorder.TELLING`, if runs are compared by it;
+    # plugins/verify/course.py and modes/measure.py, if theirs do without it; `ByHand`, where it
+    # does nothing; `keywords.ELSEWHERE_NAMES`; calendar.py, if it says when, and callbacks/progress
+    # .py; of a limit of training `reached` below, `TrainingData.total_steps`,
+    # `modes.ending._longer`, and `OF_FIT` of config/origin.py. test_conf, test_names, test_prepare
+    # and test_arguments tell what was forgotten.
 
     max_epochs: int | None = 10
     max_steps: int | None = None

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from dpframe import Callback, Trainer
-from dpframe.loggers.formats import ruled
 from dpframe.plugin import (
     WARM_UPS,
     Composed,
     data_of,
     memory,
     now,
+    ruled,
     seeding,
     signals,
     size,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dpframe import LRSchedule
-from dpframe.loggers.formats import ruled
-from dpframe.plugin import size
+from dpframe.plugin import ruled, size
 from dpframe.plugins.lab.tuner import FLAT, Point, Rates, Trial, smooth
 
 COLUMNS, LINES = 64, 10  # of the curve
