@@ -21,7 +21,7 @@ STOCK = [
 TRAINED = """
 import sys, torch
 from torch import nn
-from dpframe.trainer import dynamo
+from dpframe.trainer.compute import dynamo
 
 def trained(kind, is_skipped):
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ print("equal", len(kinds))
 
 COMPILED = """
 import sys, torch
-from dpframe.trainer import dynamo
+from dpframe.trainer.compute import dynamo
 
 dynamo.skip_import()
 net = torch.nn.Linear(2, 1)

@@ -45,7 +45,7 @@ class Told(dpframe.Callback):
             sys.exit(0)
         if seed > 20:  # runs of one sweep, all at a time
             Path(f"there-{seed}").touch()
-            while trainer.shared.interruption.number is None and not Path("go").exists():
+            while trainer.placed.interruption.number is None and not Path("go").exists():
                 time.sleep(0.01)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         threads = torch.get_num_threads()

@@ -57,7 +57,7 @@ class Trouble(dpframe.Callback):
         if kind == "lost":
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
         Path("there").touch()
-        while kind == "wait" and trainer.shared.interruption.number is None:
+        while kind == "wait" and trainer.placed.interruption.number is None:
             time.sleep(0.01)
 """
 LINE = ("-m", "recipe=boston", "seed=0,1,2", "trainer.max_epochs=3", "logger=none")

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-HOUSE = str(Path(__file__).parent) + os.sep
+HOUSE = str(Path(__file__).parent.parent) + os.sep
 RECIPES = os.path.join(HOUSE, "recipes", "")  # of an installed dpframe: they are like the user's
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 AUTOGRAD = os.path.join("torch", "autograd", "")

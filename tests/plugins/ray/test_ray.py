@@ -84,7 +84,7 @@ class Slow(dpframe.Callback):
             Path("slow").touch()
             trainer.interruption_seconds = 60.0
         deadline = time.monotonic() + getattr(trainer, "interruption_seconds", 0.0)
-        while time.monotonic() < deadline and trainer.shared.interruption.number is None:
+        while time.monotonic() < deadline and trainer.placed.interruption.number is None:
             time.sleep(0.01)
 """
 BOSTON = ["recipe=boston", "trainer.max_epochs=2", "trainer.sanity_batches=0"]
