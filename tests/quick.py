@@ -204,6 +204,7 @@ TESTS = {
 }
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
+    "with_the_core",
     "accelerator",
     "compiled",
     "configs",

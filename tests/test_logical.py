@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -35,7 +34,6 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.logical import Logical, add_up, halves, parts, spans
 from dpframe.strategies.single import CPU, SingleGPU
-from dpframe.testing import Recipe, verify
 from dpframe.trainer.settings import TrainerSettings
 
 COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20)
@@ -753,47 +751,6 @@ def test_negative_zero_is_zero_whether_others_give_nothing_or_zeros():
         assert total.signbit().tolist() == [False, False]
 
 
-# What mode=verify says
-
-
-class ByRank(Norms):
-    """Its noise is a rank's own: no seed of a share decides it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = torch.Generator().manual_seed(7 + int(os.environ.get("RANK", 0)))
-
-    def training_step(self, batch: Any) -> dict[str, Any]:
-        x, y = batch
-        return super().training_step((x + torch.randn(x.shape, generator=self.noise), y))
-
-
-class ByTime(Norms):
-    """Gradients of another kind each time."""
-
-    def training_step(self, batch: Any) -> dict[str, Any]:
-        output = super().training_step(batch)
-        return output | {"loss": output["loss"] * (1 + time.perf_counter_ns() % 1000)}
-
-
-def verified(
-    make: Any, strategy: Any = DataParallel, *on: Any, only: tuple[str, ...] = ("bits",)
-) -> Any:
-    settings = TrainerSettings(logical_replicas=4, threads=1)
-    recipe = Recipe("mine", make, partial(Rows, 40, 10), settings)
-    return verify(partial(strategy, *(on or (2, "cpu"))), recipe=recipe, only=only)["bits"]
-
-
-def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
-    assert verified(Norms).result == "pass"
-    finding = fresh(verified, ByRank, DDP)
-    said = "mine has other bits than on one process, first in the forward of net.0 (Linear) on sha"
-    assert (finding.result, finding.cause[: len(said)]) == ("FAIL", said)
-    assert finding.cause.endswith("on share 2")  # the first of rank 1
-    said = "mine has other bits than on one process, first in the gradient of net."
-    assert verified(ByTime).cause.startswith(said)
-
-
 # On GPUs
 
 ON_GPUS = ["all at once", "images in channels_last", "words in bf16"]
@@ -829,21 +786,6 @@ def test_a_run_that_goes_on_on_another_number_of_gpus_has_the_bits_of_one_gpu(gp
     mine, wanted = loaded(of_gpus(gpus)["elastic"]), loaded(of_gpus(0)["gone on"])
     for part in ("task", "optimizer", "scheduler", "metrics"):
         assert is_same(mine[ELASTIC_ON_GPUS][part], wanted[ELASTIC_ON_GPUS][part]), part
-
-
-@pytest.mark.gpu
-def test_verify_looks_at_the_bits_of_gpus():
-    gpus = min(2, torch.cuda.device_count())
-    finding = fresh(partial(verified, only=("rows_once", "bits")), Reads, DDP, gpus, "cuda")
-    assert finding.result == "pass", finding.cause
-
-
-class Reads(Norms):
-    """What cuBLAS reads at the first product, which is one of a course without shares."""
-
-    def training_step(self, batch: Any) -> dict[str, Any]:
-        assert batch[0].device.type == "cpu" or "CUBLAS_WORKSPACE_CONFIG" in os.environ
-        return super().training_step(batch)
 
 
 @pytest.mark.gpu(2)

@@ -25,11 +25,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from dpframe import LRSchedule, Task, UserError
-from dpframe.recipes.boston import Boston, BostonData
+from dpframe import LRSchedule, UserError
 from dpframe.schedules import WSD, Constant, InverseSqrt, Linear, WarmupCosine
-from dpframe.strategies.single import CPU
-from dpframe.testing import Recipe, check_strategy
 
 HALVES = partial(StepLR, step_size=2, gamma=0.5)
 GROUPS = {"first": {"match": "net.0", "lr": 0.01}}
@@ -316,17 +313,6 @@ def test_what_can_not_be_scheduled_is_refused_in_one_line():
     task.lr_schedule = "cosine"
     with pytest.raises(UserError, match="lr_schedule=cosine is no schedule; use e.g. dpframe.sche"):
         trainer(task).prepare()
-
-
-def test_the_kit_takes_a_schedule_for_a_part_of_the_maths():
-    def task() -> Task:
-        made = Boston(torch.nn.Linear(13, 1), partial(torch.optim.SGD, lr=1e-3))
-        made.lr_schedule = WarmupCosine(warmup=0.2)
-        return made
-
-    only = ["weights", "loss_curve"]
-    report = check_strategy(CPU, recipe=Recipe("mine", task, BostonData), only=only)
-    assert "mine" in report["weights"].compared
 
 
 OWN = {

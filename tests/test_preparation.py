@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,23 +24,20 @@ import forked
 import pytest
 import torch
 from command import write
-from small import Rows, Small, trainer
+from small import Rows, trainer
 from test_readme import files_of
 from test_torchrun import agents, torchrun
 from torch.distributed import DistStoreError, HashStore
 
 import dpframe
-from dpframe import DataModule, Strategy, TrainerSettings, UserError
+from dpframe import DataModule, Strategy, UserError
 from dpframe.data.preparation import call_prepare_data
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank import Parent
-from dpframe.plugins.lab.tuner import Tuner
-from dpframe.plugins.verify.course import Recipe
 from dpframe.strategies import group
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
-from dpframe.testing import check_strategy
 
 
 class Prepared(Rows):
@@ -277,20 +273,6 @@ def test_a_program_has_it_called_in_its_ranks(tmp_path):
     trainer(data=data, strategy=DDP(2, "cpu"), max_epochs=1).fit()
     assert len(prepared(tmp_path)) == 1 and prepared(tmp_path) != [os.getpid()]
     assert len(list(tmp_path.glob("set-up-*"))) == 2
-
-
-def test_the_kit_prepares_once_for_all_that_it_trains(tmp_path):
-    recipe = Recipe("prepared", Small, partial(Prepared, tmp_path))
-    check_strategy(CPU, recipe=recipe, only=["loss_curve"])
-    assert len(prepared(tmp_path)) == 1
-
-
-def test_a_tuning_prepares_once_for_all_its_trials(tmp_path):
-    tuner = Tuner(
-        Small, Prepared(tmp_path), TrainerSettings(), accelerator="cpu", replicas=1, seed=0
-    )
-    tuner.batch_size(8)
-    assert len(prepared(tmp_path)) == 1
 
 
 # ---- locks and downloads

@@ -10,14 +10,12 @@ from small import Adam, Rows, Small, fitted, is_same
 from torch import Tensor
 from torch.nn.functional import l1_loss
 
-from dpframe import Strategy, Task, UserError
-from dpframe.plugins.verify.course import Recipe
+from dpframe import Strategy, UserError
 from dpframe.rows import current_share
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
-from dpframe.testing import check_strategy
 
 THREE = partial(DataParallel, 3, "cpu")
 SETTINGS = {"precision": "64", "max_epochs": 2, "share_check": "strict"}
@@ -142,12 +140,6 @@ def test_what_is_no_row_is_refused_in_one_line():
         trained.task.randn_rows(4, 3)
 
 
-@pytest.mark.parametrize("strategy", [THREE, partial(DDP, 2, "cpu")])
-def test_the_kit_draws_as_a_run_does(strategy):
-    recipe = Recipe("noisy", Noisy, partial(Rows, 30, 4))
-    check_strategy(strategy, recipe=recipe, only=["weights", "loss_curve", "evaluation"])
-
-
 # ---- several denominators
 
 
@@ -251,18 +243,3 @@ def test_a_wrong_dict_of_losses_is_one_line(output, said, monkeypatch):
     monkeypatch.setattr(Small, "training_step", lambda task, batch: output)
     with pytest.raises(UserError, match=f"Small.training_step returned .*{said}"):
         fitted(Small(), max_steps=1)
-
-
-class Summed(Task):
-    def __init__(self) -> None:
-        super().__init__(torch.nn.Linear(3, 1), Adam)
-
-    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
-        error = (self.net(batch[0])[:, 0] - batch[1]).square().sum()
-        return {"loss": error * self.batch_rows / len(batch[0])}
-
-
-def test_the_kit_takes_a_sum_over_the_whole_batch():
-    recipe = Recipe("summed", Summed, partial(Rows, 30, 4))
-    only = ["weights", "loss_curve", "mean_over_rows"]
-    check_strategy(THREE, recipe=recipe, only=only)

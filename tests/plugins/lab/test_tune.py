@@ -13,6 +13,7 @@ import command
 import pytest
 import torch
 from small import SGD, Adam, Rows, Small, Streamed, fitted
+from test_preparation import Prepared, prepared
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
@@ -363,3 +364,11 @@ def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="in one process; start it without torchrun"):
         tune.run(composed(words))
+
+
+def test_a_tuning_prepares_once_for_all_its_trials(tmp_path):
+    tuner = Tuner(
+        Small, Prepared(tmp_path), TrainerSettings(), accelerator="cpu", replicas=1, seed=0
+    )
+    tuner.batch_size(8)
+    assert len(prepared(tmp_path)) == 1
