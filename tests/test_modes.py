@@ -210,6 +210,11 @@ def test_a_package_takes_no_mode_of_dpframes_own_and_one_that_is_gone_is_named(m
             composed(["recipe=boston", "mode=plan", *more])
 
 
+def test_a_key_of_a_mode_that_has_none_is_not_told_to_be_uninstalled():
+    with pytest.raises(UserError, match="there is no key doctor.zzz; there is: callbacks, "):
+        composed(["recipe=boston", "doctor.zzz=1"])
+
+
 def test_every_file_of_a_mode_is_a_mode():
     files = (ROOT / "dpframe" / "modes").glob("*.py")
     with_run = {path.stem for path in files if "\ndef run(job: Composed) -> " in path.read_text()}

@@ -90,7 +90,7 @@ def may_take(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _at_the_top(config: Mapping[str, Any], head: str, name: str) -> str:
-    if head in modes.UNINSTALLED:
+    if head in modes.UNINSTALLED and head not in modes.names():
         return modes.UNINSTALLED[head]
     if name in WHOLE:
         return f"nothing in this config has {name}"
