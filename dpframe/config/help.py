@@ -152,8 +152,9 @@ def _menu(group: str, configs: ConfigLoader) -> str:
 def _title(group: str, option: str, configs: ConfigLoader, width: int = 0) -> str:
     """An option with the first comment of its file, and the packages that bring it."""
     paths = plugins.files_of(group, option, configs.folder)
-    is_near = paths[0][0] == "you" or plugins.is_own(paths[0][0])
-    packages = [] if is_near else [who for who, _ in paths]
+    packages = [who for who, _ in paths]
+    if packages and (packages[0] == "you" or plugins.is_own(packages[0])):
+        packages = []  # theirs are hidden by a file that is nearer
     comment = comment_of(group, option, configs) + f" ({', '.join(packages)})" * bool(packages)
     return f"{group}={option:<{width}}  {comment}".rstrip()
 
