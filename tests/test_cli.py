@@ -289,6 +289,7 @@ def test_a_recipe_that_is_misspelt_alone_is_told_with_the_key():
     assert line == "there is no key recipie; did you mean recipe?"
 
 
+@pytest.mark.whole
 def test_a_value_that_a_setting_does_not_take_is_told_with_what_it_takes():
     configs = ConfigLoader(None)
     for line, says in REFUSED.items():

@@ -105,6 +105,7 @@ def test_trainer_default_equals_the_settings_defaults_key_by_key():
     assert written == wanted, "a key belongs into conf/trainer/default.yaml, too"
 
 
+@pytest.mark.whole
 def test_every_key_of_a_mode_has_its_help():
     kinds = {name: modes.settings(name) for name in modes.names() if modes.settings(name)}
     assert {"compare", "export", "tune"} <= kinds.keys()

@@ -81,6 +81,7 @@ def test_a_named_file_runs_in_one_process_and_the_suite_on_all_cores(arguments, 
     assert pytest_xdist_auto_num_workers(config) == workers
 
 
+@pytest.mark.whole
 def test_the_quick_tests_are_there_and_cover_every_module():
     texts = {path.stem[5:]: path.read_text() for path in ROOT.glob("tests/**/test_*.py")}
     tests = {file: set(re.findall(r"^def (test_\w+)", text, re.M)) for file, text in texts.items()}

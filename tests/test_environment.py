@@ -152,6 +152,7 @@ def test_a_second_group_of_srun_may_have_another_timeout(tmp_path):
             assert job.printed() == "[2.0]\n[2.0]\n"
 
 
+@pytest.mark.whole
 def test_a_mode_of_one_process_is_refused_under_srun(tmp_path):
     task = TASK | {"SLURM_PROCID": "0"}
     for mode in ("tune", "verify"):

@@ -108,6 +108,7 @@ def test_out_of_memory_elsewhere_is_told_by_where(tmp_path, words, kind, said):
         ((*TWO, "mode=verify"), rf"in mode=verify.*: {IN_USE}; take a smaller task"),
     ],
 )
+@pytest.mark.whole
 def test_a_report_that_is_out_of_memory_is_one_line(tmp_path, words, said):
     done = run(tmp_path, *words, **fail_at("all", 1, "oom"))
     assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout

@@ -154,6 +154,7 @@ def numbers(folder):
     return {name: summary["metrics"][name] for name in ("train/loss", "val/loss", "val/acc_best")}
 
 
+@pytest.mark.whole
 def test_its_module_data_and_configs_train_as_they_are_and_alike_on_two_processes(project):
     """15 rows are not divisible by two devices, which the template refuses."""
     alone, without, misspelt = attempts(

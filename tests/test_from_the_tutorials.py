@@ -40,6 +40,7 @@ def printed(program: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.whole
 def test_every_command_runs(tmp_path):
     assert len(COMMANDS) == sum(block.count("dpframe ") for block in BLOCKS) == 16
     torch.save({"state_dict": nn.DataParallel(network()).state_dict()}, tmp_path / "theirs.pt")

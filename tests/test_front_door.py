@@ -115,6 +115,7 @@ def guides() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text().replace("NAME", "name")
 
 
+@pytest.mark.whole
 def test_documents_examples_recipes_and_new_projects_come_by_the_front_door():
     found = {}
     for name, code in guides():
@@ -128,6 +129,7 @@ def test_documents_examples_recipes_and_new_projects_come_by_the_front_door():
 
 
 @pytest.mark.parametrize("plugin", sorted(BRINGS))
+@pytest.mark.whole
 def test_a_plugin_comes_by_the_front_door_or_as_a_friend_with_a_reason(plugin):
     code = [path.read_text() for path in sorted(PLUGINS[plugin].rglob("*.py"))]
     own = f"dpframe.plugins.{plugin}"
@@ -137,6 +139,7 @@ def test_a_plugin_comes_by_the_front_door_or_as_a_friend_with_a_reason(plugin):
     ].keys()
 
 
+@pytest.mark.whole
 def test_each_entry_point_of_dpframes_own_is_known_where_it_is_missing():
     points = PROJECT["project"]["entry-points"]
     assert points["dpframe.modes"].keys() == modes.UNINSTALLED.keys() - {"plan"}
@@ -148,6 +151,7 @@ def test_each_entry_point_of_dpframes_own_is_known_where_it_is_missing():
     assert options == {*plugins.OPTIONS}
 
 
+@pytest.mark.whole
 def test_nothing_of_the_core_imports_a_plugin():
     """But the public names that stand for one, when they are used."""
     doors = {"lightning.py", "testing.py", "strategies/__init__.py"}
@@ -191,6 +195,7 @@ def without_plugins(core: Path, *words: str) -> subprocess.CompletedProcess[str]
 def test_the_command_does_without_the_plugins_and_says_which_is_missing(core):
     page = without_plugins(core, "dpframe", "--help").stdout
     assert re.findall(r"^  mode=(\w+)", page, re.M) == ["fit", "validate", "test", "predict"]
+    assert "mode=verify" not in page and "mode=test checkpoint=best" in page
     assert "recipe=boston" in page and "recipe=lightning" not in page and "strategy=ray" not in page
     for word in ("mode=verify", "recipe=lightning", "strategy=ray"):
         refused = without_plugins(core, "dpframe", "recipe=boston", word)

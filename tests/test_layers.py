@@ -107,6 +107,7 @@ def is_within(name: str, owner: str) -> bool:
     return name == owner or name.startswith(owner + ".")
 
 
+@pytest.mark.whole
 def test_every_module_has_a_floor():
     assert {room(name) for name in MODULES} - ENTRANCES == set(FLOORS) | GROUND
 
@@ -131,6 +132,7 @@ def is_below(name: str, module: str) -> bool:
 
 
 @pytest.mark.parametrize("dependency", OWNERS)
+@pytest.mark.whole
 def test_a_heavy_dependency_has_one_owner(dependency):
     users = [
         module
@@ -194,6 +196,7 @@ ASKS_WHAT_IS_OVERRIDDEN = {
 }
 
 
+@pytest.mark.whole
 def test_nobody_asks_for_the_type_of_a_strategy_nor_what_a_class_overrides():
     asked = {
         (module, f"{module}, line {node.lineno}: {ast.unparse(node)}")

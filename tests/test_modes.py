@@ -210,6 +210,7 @@ def test_a_package_takes_no_mode_of_dpframes_own_and_one_that_is_gone_is_named(m
             composed(["recipe=boston", "mode=plan", *more])
 
 
+@pytest.mark.whole
 def test_a_key_of_a_mode_that_has_none_is_not_told_to_be_uninstalled():
     with pytest.raises(UserError, match="there is no key doctor.zzz; there is: callbacks, "):
         composed(["recipe=boston", "doctor.zzz=1"])

@@ -40,6 +40,7 @@ def test_classes_that_a_config_names_are_in_their_packages():
     assert [name for package, name in found if name not in dir(import_module(package))] == []
 
 
+@pytest.mark.whole
 def test_a_strategy_has_one_name_in_a_config_and_in_python():
     files = {f.stem: OmegaConf.load(f) for conf in CONFS for f in conf.glob("strategy/*.yaml")}
     assert {*files} == {*strategies.NAMES}

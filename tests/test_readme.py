@@ -64,6 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", ["docs/reliability.md", "docs/security.md"])
+@pytest.mark.whole
 def test_every_test_that_the_table_of_faults_names_is_there(page):
     tests = {
         name
@@ -268,6 +269,7 @@ def printed_by(script: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.whole
 def test_every_command_that_is_shown_composes(written):
     shown = {line: refused(page).get(line) for page in PAGES for line in commands_of(page)}
     # These are no run's, or of a plugin of Hydra's: test_sweep_resume, test_optuna, test_slurm and

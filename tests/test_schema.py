@@ -89,7 +89,7 @@ def test_what_a_run_takes_is_right(schema, key, value):
         ("mode", "fitt"),
         ("seed", "x"),
         ("sweep.jbs", 2),
-        ("tune.memry", 1),
+        pytest.param("tune.memry", 1, marks=pytest.mark.whole),
     ],
 )
 def test_a_typo_is_found_where_it_is(schema, key, value):

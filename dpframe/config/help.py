@@ -109,7 +109,7 @@ def shown_for(arguments: argparse.Namespace) -> str:
         text = "\n\n".join(_topic(each, configs) for each in overrides)
     else:
         menus = [_menu(group, configs) for group in configs.groups()]
-        text = "\n".join([USAGE, _modes(), *menus, KEYS, EXAMPLES])
+        text = "\n".join([USAGE, _modes(), *menus, KEYS, _examples()])
     return printable(text.rstrip("\n"))
 
 
@@ -126,6 +126,13 @@ def _config(configs: ConfigLoader, overrides: Sequence[str], part: str, *, resol
         if part == "hydra":
             config = OmegaConf.masked_copy(config, ["hydra"])
         return OmegaConf.to_yaml(config, resolve=resolve)
+
+
+def _examples() -> str:
+    """Those of modes that are here."""
+    lines = EXAMPLES.splitlines(keepends=True)
+    named = ((line, re.search(r" mode=(\w+)", line)) for line in lines)
+    return "".join(line for line, mode in named if not mode or mode[1] in modes.names())
 
 
 def _modes() -> str:

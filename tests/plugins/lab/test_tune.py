@@ -372,3 +372,9 @@ def test_a_tuning_prepares_once_for_all_its_trials(tmp_path):
     )
     tuner.batch_size(8)
     assert len(prepared(tmp_path)) == 1
+
+
+def test_a_tuning_is_refused_where_the_rates_follow_the_batch(tmp_path):
+    words = ["recipe=boston", "mode=tune", "task.scale_lr={batch_size:32}"]
+    (tune,) = command.attempts([words], tmp_path)
+    assert "add task.scale_lr=null" in tune.err and tune.code == 2
