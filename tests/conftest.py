@@ -96,7 +96,8 @@ def gpus_hidden() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`quick` is for those of quick.py; `whole` needs dpframe's plugins, too; `gpu` takes all CUDA
-    devices there are, `gpu(2)` needs two; `one_gpu` is for those of `gpu(1)`, which more devices are no other case of."""
+    devices there are, `gpu(2)` needs two; `one_gpu` is for those of `gpu(1)`, which more devices
+    are no other case of."""
     has_plugins = (Path(__file__).parents[1] / "dpframe/plugins").is_dir()
     for item in items:
         if item.get_closest_marker("whole") and not has_plugins:

@@ -313,7 +313,7 @@ def test_a_remote_address_is_one_line_and_no_directory_of_that_name(tmp_path):
         "checkpoint=https://host/best.ckpt": [*recipe, "mode=test"],
         f"checkpoint={url}/best.ckpt": [*recipe, "mode=test"],
         f"data.input={url}.csv": [*recipe, "mode=predict"],
-        "hydra.run.dir=file:///tmp/x": [*recipe, "mode=validate", "checkpoint=best"],
+        "hydra.run.dir=file:///tmp/x": [*recipe, "mode=validate", "checkpoint=none"],
     }
     done = attempts([[*given, word] for word, given in lines.items()], tmp_path)
     for word, one in zip(lines, done, strict=True):
