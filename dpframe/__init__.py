@@ -30,6 +30,7 @@ _HOME = {
     "Trainer": "dpframe.trainer",
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
+    "dropout_rows": "dpframe.layers.dropout",
     "load": "dpframe.config.load",
     "locked": "dpframe.util.files",
     "run": "dpframe.cli.api",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from dpframe.data import DataModule as DataModule
     from dpframe.data.stream import ShardedStream as ShardedStream
     from dpframe.errors import UserError as UserError
+    from dpframe.layers.dropout import dropout_rows as dropout_rows
     from dpframe.loggers import Logger as Logger
     from dpframe.schedules import LRSchedule as LRSchedule
     from dpframe.strategies import Strategy as Strategy

@@ -23,14 +23,20 @@ class CurrentShare(threading.local):
         self.total = 0
         self.places: Sequence[int] | None = None
         self.turn: str | None = None
+        self.context: Any = None  # of the task that computes it
         self.draws = 0
+        self.calls: dict[int, int] = {}  # of each layer that draws by row
+        self.seed: Any = None  # of what these draw; None until the first one does
+        self.keys: Any = None  # a number for each row
         self.keepers: tuple[Forward, ...] = ()  # of what is gathered
         self.gathered: Iterator[Any] | None = None  # while something is computed again
 
-    def of(self, share: Any, turn: str | None = None) -> "CurrentShare":
-        """For a `with`: a step of this share, in training with the name of its turn."""
+    def of(self, share: Any, context: Any, turn: str | None = None) -> "CurrentShare":
+        """For a `with`: a step of this share, in training with the name of its turn. `context` is
+        the task's."""
         _, self.rows, self.total, self.places = share
-        self.turn, self.draws = turn, 0
+        self.context, self.turn, self.draws = context, turn, 0
+        self.calls, self.seed = {}, None
         return self
 
     def __enter__(self) -> None:
@@ -46,6 +52,7 @@ class Forward:
 
     def __init__(self) -> None:
         self._share = dict(vars(current_share))
+        self._calls = dict(current_share.calls)
         self._gathered: list[tuple[Tensor, int | None] | None] = []
 
     @contextmanager
@@ -55,7 +62,8 @@ class Forward:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        with _changed(**{**self._share, "keepers": (), "gathered": iter(self._gathered)}):
+        own = {"calls": dict(self._calls), "keepers": (), "gathered": iter(self._gathered)}
+        with _changed(**{**self._share, **own}):
             yield
 
     def keep(self, gathered: Tensor | None) -> None:
@@ -94,6 +102,16 @@ def _changed(**values: Any) -> Iterator[None]:
 
 
 current_share = CurrentShare()
+
+
+class Ongoing:
+    """What this process is doing; a device's backward may have a thread of its own."""
+
+    backward = False  # of a training step
+    watch: Any = None  # of what layers do in a trial
+
+
+ongoing = Ongoing()
 
 
 class OverridableProperty:
@@ -146,7 +164,7 @@ class RowsOfBatch:
             raise UserError(
                 f"{name}.all_gather got a {type(x).__name__}; pass a tensor, and call it for each"
             )
-        if (strategy := _that_gathers(self)) is None:
+        if (strategy := _that_gathers(self.run_context, f"{name}.all_gather")) is None:
             return x
         rows = current_share.rows
         if rows and (not x.ndim or not len(x) or len(x) % rows):
@@ -155,12 +173,9 @@ class RowsOfBatch:
                 "rows; make these rows, or a multiple of them, its first dimension"
             )
         if current_share.gathered is not None:
-            gathered = _gathered_before(x, name)
-        else:
-            gathered = strategy.gather_rows(x, current_share.total if rows else 0)
-        for keeper in current_share.keepers:
-            keeper.keep(None if gathered is x else gathered)
-        return gathered
+            return _gathered_before(x, f"{name} changes in place what self.all_gather gave")
+        gathered = strategy.gather_rows(x, current_share.total if rows else 0)
+        return _kept(None if gathered is x else gathered, x)
 
     def checkpoint_contexts(self) -> tuple[Any, Any]:
         """For a step that calls torch.utils.checkpoint itself, with `use_reentrant=False` and
@@ -182,7 +197,25 @@ class RowsOfBatch:
         return _drawn(self, "rand_rows", size, device=device, dtype=dtype)
 
 
-def _gathered_before(x: Tensor, name: str) -> Tensor:
+def gather_shares(x: Tensor, who: str) -> Tensor:
+    """`x` of each share of the batch at hand, one row a share, for `who`. All that have rows call
+    it."""
+    if (strategy := _that_gathers(current_share.context, who)) is None:
+        return x[None]
+    if current_share.gathered is not None:
+        return _gathered_before(x[None], f"{who} changes in place what it gathered")
+    shares = [part for part in split(range(current_share.total), strategy.replicas) if part]
+    return _kept(strategy.gather_shares(x, len(shares)), x)
+
+
+def _kept(gathered: Tensor | None, own: Tensor) -> Tensor:
+    """For a block that is computed again; None: there is nothing but what is its own."""
+    for keeper in current_share.keepers:
+        keeper.keep(gathered)
+    return own if gathered is None else gathered
+
+
+def _gathered_before(x: Tensor, changes: str) -> Tensor:
     """In the forward: the other replicas don't gather again."""
     assert current_share.gathered is not None
     if (kept := next(current_share.gathered)) is None:
@@ -190,28 +223,18 @@ def _gathered_before(x: Tensor, name: str) -> Tensor:
     rows, version = kept
     if version_of(rows) != version:
         raise UserError(
-            f"{name} changes in place what self.all_gather gave to a block that is computed again "
-            "in the backward; change a copy of it"
+            f"{changes} to a block that is computed again in the backward; change a copy of it"
         )
     return rows
 
 
-def gather_shares(task: Any, x: Tensor) -> Tensor:
-    """`x` of each share of the batch at hand, one row a share. All that have rows call it."""
-    if (strategy := _that_gathers(task)) is None:
-        return x[None]
-    shares = [part for part in split(range(current_share.total), strategy.replicas) if part]
-    return strategy.gather_rows(x[None], len(shares))
-
-
-def _that_gathers(task: Any) -> Any:
+def _that_gathers(context: Any, who: str) -> Any:
     """The strategy; None without a run."""
-    context = task.run_context
     strategy = context.strategy
     if strategy and context.is_compiled and strategy.replicas > strategy.world_size:
         raise UserError(
-            f"{type(task).__name__}.all_gather can't be compiled for several replicas in one "
-            "process; use strategy=ddp or trainer.compile.mode=null"
+            f"{who} can't be compiled for several replicas in one process; use strategy=ddp or "
+            "trainer.compile.mode=null"
         )
     return strategy
 

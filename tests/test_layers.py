@@ -22,6 +22,7 @@ FLOORS = {
     "callbacks": 3,
     "task": 1,
     "rows": 1,
+    "layers": 1,
     "strategies": 1,
     "checkpoint": 1,
 }  # everything else is on floor 0

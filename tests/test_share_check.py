@@ -347,7 +347,7 @@ def test_a_step_that_can_not_be_tried_later_on_is_said():
 
     made = trainer(Ending(), strategy=TWO(), max_epochs=4)
     assert made.prepare().notes == [
-        "the share check has not compared the loss at step 5: in evaluation mode, a step of a few "
+        "the share check has not compared the loss at step 5: in training mode, a step of a few "
         "rows says: the curriculum has one epoch"
     ]
 
@@ -366,7 +366,7 @@ def test_all_ranks_are_told_alike():
 
 def judged_in_ranks(strategy: Strategy) -> tuple[str, Any]:
     """What a run with a sum says, and the notes of one with dropout."""
-    honest = fitted(Small(dropout=0.5), strategy=strategy, max_steps=1, share_check="strict")
+    honest = fitted(Small(dropout=0.5), strategy=strategy, max_steps=1)
     return refused_in_ranks(strategy), honest.training.notes
 
 
@@ -593,7 +593,7 @@ def test_whatever_a_step_keeps_is_as_it_was():
     torch.manual_seed(0)
     task = Kept()
     before = repr([task.state_dict(), vars(task)])
-    made = trainer(task, strategy=TWO(), share_check="strict")
+    made = trainer(task, strategy=TWO())
     objects = {name: id(value) for name, value in vars(task).items()}
     assert made.prepare().notes == []
     now = {name: id(vars(task)[name]) for name in objects}
@@ -757,8 +757,9 @@ def weighed(kind: str, dtype: torch.dtype, multiplies: bool, free: int) -> tuple
 
 @pytest.mark.parametrize("kind", ["frozen", "trained", "buffer", "attribute"])
 def test_no_weight_and_nothing_large_is_copied(kind):
-    verdict, grown = fresh(weighed, kind, torch.float32, False, 0)
-    assert verdict == ("", (), ()) and grown < 0.05
+    (refusal, warnings, notes), grown = fresh(weighed, kind, torch.float32, False, 0)
+    assert (refusal, warnings) == ("", ()) and grown < 0.05
+    assert all("50,000,000 weights" in note for note in notes)
     verdict, grown = fresh(weighed, kind, torch.float32, True, 2**30)  # a quarter is too little
     assert verdict.refusal.startswith("the loss of Weighty depends on how") and grown < 0.05
 

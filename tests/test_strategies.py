@@ -360,11 +360,6 @@ def test_a_timeout_of_nothing_is_refused(seconds):
         DDP(timeout_seconds=seconds)
 
 
-def test_sync_batchnorm_is_refused_on_the_cpu():
-    with pytest.raises(UserError, match="strategy.sync_batchnorm=true needs GPUs"):
-        DDP(sync_batchnorm=True).wrap(nn.Linear(1, 1), training=True)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["routed", "bucket_copies"])
 def test_training_with_the_option_equals_one_process(name, accumulate):

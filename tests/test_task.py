@@ -207,23 +207,6 @@ def test_ranks_without_a_row_train_as_one_process_does(name, size, accumulate):
         assert reported == pytest.approx(metrics, rel=EXACT)
 
 
-def refused_on(strategy: DDP) -> list[str]:
-    # As if the device were a GPU: torch has no SyncBatchNorm for the CPU.
-    def pretend(trainer: Trainer) -> None:
-        trainer.strategy.module.register_forward_pre_hook(strategy._refuse_few_rows)
-
-    with pytest.raises(UserError) as caught:
-        hooks = [Hooks(on_fit_start=pretend)]
-        fitted(Used(), Table(3, shuffle=False), strategy=strategy, callbacks=hooks, precision="64")
-    return strategy.collectives.gather(str(caught.value))
-
-
-def test_shared_statistics_are_refused_by_all_ranks_where_one_has_no_row():
-    line = "strategy.sync_batchnorm=true with a batch of 3 rows on 4 ranks, of which the last has n"
-    said = on_four_ranks()["refused"]
-    assert len(said) == 4 and all(each.startswith(line) for each in said)
-
-
 # Rows of other replicas
 
 
@@ -540,7 +523,6 @@ def looked_at(strategy: DDP) -> dict[str, Any]:
         "by turns": gathers_by_turns(strategy),
         "of any type": gathers_anything(strategy),
         "gathered": gathered_on(strategy),
-        "refused": refused_on(strategy),
     }
 
 

@@ -22,6 +22,7 @@ def banner(trainer: "Trainer") -> str:
         ("data", _data(trainer)),
         ("precision", _precision(trainer)),
         ("bits", shares and f"the same on 1 to {shares} replicas: {shares} shares of each batch"),
+        ("layers", trainer.training.own),
         ("layout", trainer.layout),
         ("run", run.directory),
         *(("dashboard", command) for command in dashboards),

@@ -195,6 +195,11 @@ class Strategy:
             )
         return x
 
+    def gather_shares(self, x: Tensor, shares: int) -> Tensor:
+        """`x` of each of the `shares` of a batch that have rows, one row a share, as
+        `gather_rows`; for BatchNorm of the global batch."""
+        return self.gather_rows(x[None], shares)
+
     def logger(self, loggers: list[Logger]) -> list[Logger]:
         """The loggers that write in this process: the main one's, and nobody else's."""
         return loggers if self.is_main else []

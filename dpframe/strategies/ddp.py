@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.nn.parallel import DistributedDataParallel
 
-from dpframe.data import Share, split
+from dpframe.data import Share
 from dpframe.errors import UserError, listed
 from dpframe.strategies.base import FREEZE_ALIKE
 from dpframe.strategies.devices import Gpus
@@ -39,7 +39,6 @@ class DDP(Processes, takes_logical_shares=True):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
         bucket_cap_mb: float | None = None,
-        sync_batchnorm: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, timeout_seconds=timeout_seconds)
@@ -50,7 +49,6 @@ class DDP(Processes, takes_logical_shares=True):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.sync_batchnorm = sync_batchnorm
         # By what `wrap` was given; None: it had nothing to train.
         self.wrapped: dict[nn.Module, Wrapped | None] = {}
         self.current: Wrapped | None = None  # the one whose gradients are computed
@@ -66,13 +64,6 @@ class DDP(Processes, takes_logical_shares=True):
         if not training:
             self.current = None  # a task that steps its optimizers itself has no other
             return module
-        if self.sync_batchnorm:
-            if self.device.type == "cpu":
-                raise UserError(
-                    "strategy.sync_batchnorm=true needs GPUs: torch's SyncBatchNorm has no CPU "
-                    "version; set it to false"
-                )
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         if before := self.wrapped.pop(module, None):
             before.let_go()
         self._unsynced.close()
@@ -80,8 +71,6 @@ class DDP(Processes, takes_logical_shares=True):
             self.wrapped[module] = None  # torch refuses it
             return module
         self.current = Wrapped(DistributedDataParallel(module, **self.options))
-        if self.sync_batchnorm:
-            self.current.module.register_forward_pre_hook(self._refuse_few_rows)
         self.wrapped[module] = self.current
         return self.current.module
 
@@ -168,18 +157,6 @@ class DDP(Processes, takes_logical_shares=True):
                 "can't share theirs; set strategy.find_unused_parameters=true where a step may "
                 "leave out parameters"
             )
-
-    def _refuse_few_rows(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """On all ranks, where one without a row takes no part in the collectives of a forward."""
-        total = inputs[0].total
-        if len(split(range(total), self.world_size)[-1]):
-            return
-        what = f"a batch of {total} rows" if total else "a divided stream's last batches"
-        raise UserError(
-            f"strategy.sync_batchnorm=true with {what} on {self.world_size} ranks, of which the "
-            "last has none; use strategy.sync_batchnorm=false, fewer ranks, or a data.batch_size "
-            "that leaves every rank a row of each batch"
-        )
 
     @torch.no_grad()
     def sync_weights(self, for_reading: bool) -> None:

@@ -144,11 +144,6 @@ def refuse(strategy: Strategy, count: int) -> None:
             f"{KEY}={count} but {strategy.name} computes on copies of the task on "
             f"{strategy.replicas} devices; use strategy=ddp"
         )
-    if getattr(strategy, "sync_batchnorm", False):
-        raise UserError(
-            f"strategy.sync_batchnorm=true with {KEY}={count}: each share has statistics of its "
-            "own; set it to false"
-        )
 
 
 def refuse_several_models(strategy: Strategy, count: int) -> None:

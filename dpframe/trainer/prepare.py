@@ -22,6 +22,7 @@ from dpframe.trainer.callback import Callback
 from dpframe.trainer.checks.in_place import InPlace
 from dpframe.trainer.checks.left_out import LeftOut
 from dpframe.trainer.checks.loss_guard import LossGuard
+from dpframe.trainer.checks.own import find_own
 from dpframe.trainer.checks.share_check import check_evaluation, check_shares
 from dpframe.trainer.compute.activations import drop_activations
 from dpframe.trainer.compute.compiled import Compiled
@@ -55,6 +56,7 @@ class Training:
     state: Resumable
     profile: Profile | None
     notes: list[str]  # for the log, as it begins
+    own: str  # what each replica has of its own, which changes the curve
     resumed_from: dict[str, Any] | None  # the state of a checkpoint
     changes: list[str]  # what is not as it was there
 
@@ -97,8 +99,10 @@ def make_training(
         )
     monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
     is_resumed = resumed_from is not None
+    drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
+    own = find_own(placed, settings, feed, updates, progress)
     notes = check_shares(
-        placed, settings, feed, updates, progress, monitored, is_resumed=is_resumed
+        placed, settings, feed, updates, progress, monitored, own, is_resumed=is_resumed
     )
     recomputed = drop_activations(task, settings.checkpoint_activations)
     wrap_steps(updates, task, strategy, settings, placed.precision)
@@ -156,6 +160,7 @@ def make_training(
         state=state,
         profile=profile,
         notes=[*notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],
+        own=own.line,
         resumed_from=resumed_from,
         changes=changes,
     )

@@ -16,6 +16,8 @@ CHOICES = {
     "scheduler_every": ("epoch", "step"),
     "on_nonfinite": ("stop", "skip"),
     "share_check": ("on", "strict", "warn", "off"),
+    "batch_norm": ("global", "replica"),
+    "dropout": ("row", "replica"),
 }
 ELSEWHERE = {  # names in other frameworks
     "16": "fp16",
@@ -88,6 +90,9 @@ class TrainerSettings:
     validate_every_steps: int | None = None
     sanity_batches: int = 2
     share_check: str = "on"
+    exact_layers: bool = False  # both of the next
+    batch_norm: str | None = None
+    dropout: str | None = None
     on_nonfinite: str = "stop"
     max_skipped_steps: int | None = 10
     log_every: int = 50
@@ -173,6 +178,14 @@ class TrainerSettings:
         """What torch.compile takes, but for a mode that is true or false."""
         given = self.compile if isinstance(self.compile, dict) else {"mode": self.compile}
         return COMPILE_OPTIONS | given
+
+    @property
+    def has_global_batch_norm(self) -> bool:
+        return (self.batch_norm or ("global" if self.exact_layers else "replica")) == "global"
+
+    @property
+    def drops_by_row(self) -> bool:
+        return (self.dropout or ("row" if self.exact_layers else "replica")) == "row"
 
     def limit(self, kind: str, batches: int | None) -> int | None:
         """How many of an epoch's `train`, `val`, `test` or `predict` batches are read; None: all.

@@ -15,7 +15,7 @@ from dpframe.data import Batch, Share, placed, split
 from dpframe.errors import UserError, miscalled
 from dpframe.launch.watchdog import beat
 from dpframe.parameters import has_sparse
-from dpframe.rows import current_share
+from dpframe.rows import current_share, ongoing
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.loss_guard import LossGuard
@@ -87,7 +87,9 @@ class Step:
             row_weights += update.weighting.of(measured)
             if self.guard.refuses(measured, progress, index):
                 return None
+            ongoing.backward = True
             update.backward(loss)
+            ongoing.backward = False
             all_measured += measured
             for batch_end in self.on_batch_end:
                 batch_end(placed(batch, shares), [output for _, output in measured])
@@ -166,7 +168,7 @@ class TrainStep(nn.Module):
         step = self.task.training_step
         if self.compiled is not None:
             step = partial(self.compiled, self.task)
-        current_share.of(share, *self.turn or ("",))
+        current_share.of(share, self.task.run_context, *self.turn or ("",))
         try:
             if self.autocast is None:
                 output = step(share.batch, *self.turn)
@@ -222,7 +224,8 @@ class StepByHand(TrainStep):
                 f"{strategy.replicas} replicas takes part, and a batch of {share.total} rows "
                 "leaves one without a row; set data.drop_last=true, or use fewer replicas"
             )
-        with current_share.of(share, ""), self.autocast() if self.autocast else nullcontext():
+        of_share = current_share.of(share, self.task.run_context, "")
+        with of_share, self.autocast() if self.autocast else nullcontext():
             output = self.task.training_step(share.batch)
         return None, [(share.rows, detached(output))]
 
@@ -257,7 +260,7 @@ class EvalStep(nn.Module):
         if not share.rows:
             return []
         step = getattr(self.task, self.step)
-        with current_share.of(share):
+        with current_share.of(share, self.task.run_context):
             with self.autocast() if self.autocast else nullcontext():
                 output = step(share.batch, **self.named)
             if self.step != "predict_step":  # whose output is checked where it is joined

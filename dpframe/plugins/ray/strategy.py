@@ -62,7 +62,6 @@ class Ray(DDP):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
         bucket_cap_mb: float | None = None,
-        sync_batchnorm: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(
@@ -72,7 +71,6 @@ class Ray(DDP):
             broadcast_buffers=broadcast_buffers,
             gradient_as_bucket_view=gradient_as_bucket_view,
             bucket_cap_mb=bucket_cap_mb,
-            sync_batchnorm=sync_batchnorm,
             timeout_seconds=timeout_seconds,
         )
         if not (gpus in (None, "auto", "all") or isinstance(gpus, int)):

@@ -127,7 +127,7 @@ def sensitivity(course: Course, replicas: int) -> float:
 
 
 def _step(task: Task, share: Share) -> Any:
-    with current_share.of(share, ""):
+    with current_share.of(share, task.run_context, ""):
         return one_loss(task.training_step(share.batch), task, "training_step")
 
 

@@ -80,7 +80,8 @@ def _measured(trainer: Trainer, *, seed: int) -> Measured:
     samples = next(picked(source.dataset, ROWS))
     batch: Any = move(source.collate(samples), torch.device("cpu"), torch.float64)
     share = Share(batch, ROWS, ROWS, range(ROWS))
-    with seeding.seeded(seed), default_dtype(torch.float64), current_share.of(share, turn):
+    of_share = current_share.of(share, task.run_context, turn)
+    with seeding.seeded(seed), default_dtype(torch.float64), of_share:
         output = task.step_alone("training_step", batch, *filter(None, [turn]))
         return ROWS, detached(one_loss(output, task, "training_step"))
 

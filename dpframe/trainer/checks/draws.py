@@ -1,10 +1,11 @@
 """Which random numbers a step draws by torch, and of which sizes."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpframe.rows import DrawnForAll
@@ -19,6 +20,7 @@ class Drawn(NamedTuple):
 
     by: str  # the function, e.g. randn
     size: tuple[int, ...] | None  # None of what is no tensor
+    module: nn.Module | None  # the innermost one whose method has called it
 
 
 class Draws(TorchFunctionMode):
@@ -47,7 +49,7 @@ class Draws(TorchFunctionMode):
         has_drawn = any(not torch.equal(a, b) for a, b in zip(self._known, now, strict=True))
         if has_drawn or not isinstance(generator, DrawnForAll | None):
             size = tuple(result.shape) if isinstance(result, Tensor) else None
-            self.seen.append(Drawn(name, size))
+            self.seen.append(Drawn(name, size, _calling_module()))
         self._known = now
         return result
 
@@ -56,3 +58,13 @@ class Draws(TorchFunctionMode):
         if self._device.type != "cpu":
             states.append(torch.get_device_module(self._device).get_rng_state(self._device))
         return states
+
+
+def _calling_module() -> nn.Module | None:
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner
+        frame = frame.f_back
+    return None

@@ -18,6 +18,7 @@ ELSEWHERE_NAMES = {  # of settings, in other frameworks
     "val_check_interval": "validate_every_steps",
     "num_sanity_val_steps": "sanity_batches",
     "log_every_n_steps": "log_every",
+    "sync_batchnorm": "batch_norm",
 }
 
 
@@ -42,6 +43,9 @@ class SettingsByName(TypedDict, total=False):
     validate_every_steps: int | None
     sanity_batches: int
     share_check: str
+    exact_layers: bool
+    batch_norm: str | None
+    dropout: str | None
     on_nonfinite: str
     max_skipped_steps: int | None
     log_every: int

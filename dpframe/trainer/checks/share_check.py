@@ -17,6 +17,8 @@ from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
+from dpframe.trainer.checks.gradients import FORWARD_SECONDS, MOST_WEIGHTS
+from dpframe.trainer.checks.own import Own
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
 from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
 from dpframe.trainer.feed import TrainingData
@@ -50,12 +52,16 @@ def check_shares(
     updates: Turns,
     progress: Progress,
     monitored: Sequence[tuple[str, str]],
+    own: Own,
     *,
     is_resumed: bool,
 ) -> Sequence[str]:
     """Before training: refuses a loss that depends on the shares, and warns of other numbers, also
     of validations; of those it tells who waits for them, of `monitored` keys and metrics. Returns
-    notes. On one replica it warns of a loss in a run's first fit."""
+    notes. On one replica it warns of a loss in a run's first fit.
+
+    A task that has nothing of each replica's `own` is tried in training mode. More of that may be
+    found."""
     task, strategy = placed.task, placed.strategy
     if strategy.replicas == 1 and not is_resumed and settings.share_check != "off":
         is_tried = updates.by_hand is None and not strategy.logical_shares
@@ -70,10 +76,17 @@ def check_shares(
         trials, notes = list[Any](), [f"{NOT_COMPARED}: the task steps its optimizers itself"]
     else:
         later = moments(feed.steps_per_epoch, feed.total_steps, settings.max_epochs)
-        each = [Trial(task, strategy, progress, turn, later=later) for turn in updates]
+        each = [
+            Trial(task, strategy, progress, turn, later=later, in_training=own.is_empty)
+            for turn in updates
+        ]
         trials, notes = [(trial, feed.source) for trial in each], list[str]()
     trials += evaluated(task, strategy, progress, "val", feed.validation)
-    return [*notes, *_told(trials, strategy, settings, monitored)]
+    notes += _told(trials, strategy, settings, monitored)
+    own.add_statistics(set[str]().union(*(trial.keeps for trial, _ in trials)))
+    if settings.share_check == "strict" and own.line:
+        raise UserError(f"{own.line}; trainer.share_check=on trains all the same")
+    return notes
 
 
 def warn_alone(trial: Trial, source: Any) -> None:
@@ -180,6 +193,11 @@ def judge(
             notes.append(f"{what}{of_turn}: {why}")
             continue
         notes += [f"{what}{of_turn} {why}" for why in trial.not_compared]
+        if trial.gradients_left_out:
+            notes.append(
+                f"the share check has compared no gradients{of_turn}: a step of a few rows takes "
+                f"more than {FORWARD_SECONDS} s, or there are more than {MOST_WEIGHTS:,} weights"
+            )
         for each in found:
             said = _described(each, trial, monitored)
             if each.name == "loss" and trial.trains and mode != "warn":
@@ -198,9 +216,10 @@ def _described(found: Difference, trial: Trial, monitored: Sequence[tuple[str, s
     replicas = trial.strategy.replicas
     when = f" at step {found.step}" if found.step else ""
     if found.name == "loss" and trial.trains:
+        what = f"the gradient of {found.weight} in " if found.weight else ""
         return (
-            f"{_loss_of(trial)} depends on how its rows are shared{when} ({_numbers(found)}), so "
-            f"{replicas} replicas would train by another loss than one"
+            f"{what}{_loss_of(trial)} depends on how its rows are shared{when} "
+            f"({_numbers(found)}), so {replicas} replicas would train by another loss than one"
         )
     name = found.name if trial.trains else f"{trial.prefix}/{found.name}"
     readers = " and ".join(sorted({key for key, metric in monitored if metric == name}))

@@ -59,6 +59,10 @@ def fingerprint(
         if task.lr_schedule is not None:
             facts["lr_schedule"] = str(task.lr_schedule)
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
+    if settings.has_global_batch_norm:
+        facts["trainer.batch_norm"] = "global"
+    if settings.drops_by_row:
+        facts["trainer.dropout"] = "row"
     if settings.logical_replicas is not None:
         facts["trainer.logical_replicas"] = settings.logical_replicas
         facts["trainer.threads"] = settings.threads or 1

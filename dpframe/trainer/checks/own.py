@@ -1,0 +1,294 @@
+"""What of a task is each replica's own: layers, draws and statistics, which change the curve.
+
+A step of a few rows in training mode shows what is drawn, and where the rows of a layer are.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe import seeding
+from dpframe.data import split
+from dpframe.errors import UserError, listed
+from dpframe.layers.exact import (
+    BATCH_NORMS,
+    DROPOUTS,
+    GlobalBatchNorm,
+    RowDropout,
+    convert,
+    is_torchs,
+)
+from dpframe.rows import current_share, ongoing
+from dpframe.task import Task
+from dpframe.trainer.checks.draws import Drawn, NotCompared
+from dpframe.trainer.checks.trial import CUT, Trial
+from dpframe.trainer.checks.tried import ROWS
+from dpframe.trainer.evaluation import Placed, restore_modes
+from dpframe.trainer.feed import TrainingData
+from dpframe.trainer.optim.turns import Turns
+from dpframe.trainer.progress import Progress
+from dpframe.trainer.settings import TrainerSettings
+
+KEYS = {"BatchNorm": "trainer.batch_norm=global", "Dropout": "trainer.dropout=row"}
+CLOSE = 1e-3  # sums of the same rows
+ONE_VALUE = "more than 1 value per channel"  # what torch says of BatchNorm on one row
+
+
+@dataclass
+class Own:
+    """What each replica has of its own."""
+
+    layers: Counter[str] = field(default_factory=Counter)  # for which KEYS has a key
+    others: list[str] = field(default_factory=list)  # in words
+    unknown: str = ""  # why it is not known what else there is
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.layers or self.others or self.unknown)
+
+    def add_statistics(self, modules: Iterable[str]) -> None:
+        """Of modules, by their names, that keep statistics of each replica's rows."""
+        self.others += [f"{name or 'the task'} (statistics of its rows)" for name in modules]
+
+    @property
+    def line(self) -> str:
+        """Empty where there is nothing."""
+        said = []
+        if self.layers:
+            kinds = " and ".join(f"{count} {kind}" for kind, count in self.layers.items())
+            verb = "layer sees" if self.layers.total() == 1 else "layers see"
+            keys = " ".join(KEYS[kind] for kind in self.layers)
+            said.append(f"{kinds} {verb} each replica's rows alone: {keys}")
+        if self.others:
+            said.append(f"of each replica's own: {listed(self.others, 4)}")
+        return "; ".join(said)
+
+
+def find_own(
+    placed: Placed,
+    settings: TrainerSettings,
+    feed: TrainingData,
+    updates: Turns,
+    progress: Progress,
+) -> Own:
+    """Gives the layers of a task the classes that the settings ask for, tells dropout layers where
+    the rows are, and finds what each of several replicas has of its own. Refuses a BatchNorm that
+    would get one row."""
+    task, strategy, source = placed.task, placed.strategy, feed.source
+    batch_norm, dropout = settings.has_global_batch_norm, settings.drops_by_row
+    own, watch, drawn = Own(), Watch(), list[Drawn]()
+    convert(task, batch_norm=batch_norm, dropout=True)  # which tells the watch of its inputs
+    modules = {name: module for name, module in task.named_modules() if module.training}
+    is_several = strategy.replicas > 1 and not strategy.logical_shares
+    drops = any(isinstance(module, RowDropout) for module in modules.values())
+    has_norms = any(isinstance(module, BATCH_NORMS) for module in modules.values())
+    replicas = 1 if batch_norm else strategy.replicas
+    has_one = has_norms and 1 in shares_of(feed, settings, replicas)
+    _refuse_divided(source, settings, is_several, modules.values())
+    try:
+        if updates.by_hand is not None:
+            raise NotCompared("the task steps its optimizers itself")
+        trials = [Trial(task, strategy, progress, turn) for turn in updates]
+        is_checked = is_several and settings.share_check != "off"
+        for trial in trials if is_checked or (dropout and drops) else ():
+            drawn += _looked_at(trial, source, watch)
+        if has_one:
+            _refuse_one_row(trials[0], source, replicas)
+    except NotCompared as why:
+        own.unknown = str(why)
+    finally:
+        convert(task, batch_norm=batch_norm, dropout=dropout)
+    names = {module: name for name, module in task.named_modules()}
+    places = {names[layer]: dim for layer, dim in watch.places()}
+    if dropout and drops:  # one of the processes may have had no memory to look
+        places = strategy.collectives.broadcast(places)
+        for name, module in modules.items():
+            if isinstance(module, RowDropout):
+                module.row_dim = places.get(name)
+    if not is_several:
+        return Own()
+    for name, module in modules.items():
+        if isinstance(module, nn.SyncBatchNorm) and strategy.world_size > 1:
+            continue
+        if said := _said_of(module, name, watch):
+            own.others.append(said)
+        elif kind := _kind_of(module):
+            own.layers[kind] += 1
+    by = Counter(
+        f"{names.get(each.module, '') if each.module else ''} ({each.by})" for each in drawn
+    )
+    own.others += [said if said[0] != " " else f"the step{said}" for said in by]
+    return own
+
+
+def shares_of(feed: TrainingData, settings: TrainerSettings, replicas: int) -> set[int]:
+    """How many rows replicas get, as far as that is known."""
+    size = feed.source.batch_size
+    batches = {size}
+    rows = len(feed.dataset) if hasattr(feed.dataset, "__len__") else 0
+    is_whole = feed.source.drop_last or settings.limit("train", rows // size) is not None
+    if rows and rows % size and not is_whole:
+        batches.add(rows % size)
+    return {len(share) for batch in batches for share in split(range(batch), replicas)}
+
+
+def _refuse_divided(
+    source: Any, settings: TrainerSettings, is_several: bool, modules: Iterable[nn.Module]
+) -> None:
+    if not is_several or not (source.is_divided or source.is_by_rank):
+        return
+    for module in modules:
+        if isinstance(module, GlobalBatchNorm):
+            key, kind = KEYS["BatchNorm"], "BatchNorm"
+        elif settings.drops_by_row and isinstance(module, RowDropout):
+            key, kind = KEYS["Dropout"], "Dropout"
+        else:
+            continue
+        how = "data.divide_streams=true" if source.is_divided else "data.divided=by_rank"
+        raise UserError(
+            f"{key} with {how}: which rows make a batch depends on the number of ranks, so that "
+            f"no {kind} is the same on any; use {key.partition('=')[0]}=replica, or give all "
+            "ranks the same data"
+        )
+
+
+def _kind_of(module: Any) -> str:
+    """Of a layer that a key would make the batch's."""
+    if isinstance(module, BATCH_NORMS):
+        return "" if isinstance(module, GlobalBatchNorm) else "BatchNorm"
+    is_torchs_own = isinstance(module, DROPOUTS) and is_torchs(module)
+    is_own = is_torchs_own and not isinstance(module, RowDropout)
+    return "Dropout" if is_own and module.p > 0 else ""
+
+
+def _said_of(module: Any, name: str, watch: "Watch") -> str:
+    """Of a layer that no key makes the batch's."""
+    if isinstance(module, RowDropout) and vars(module)["p"] > 0 and module.row_dim is None:
+        was_called = module in watch.called
+        why = "its rows were not found" if was_called else "the trial did not call it"
+        return f"{name} (dropout: {why})"
+    if module in watch.unlike:
+        return f"{name} (a {type(module).__name__} with statistics of its own)"
+    if has_inner_dropout(module):
+        return f"{name} (dropout within a {type(module).__name__})"
+    return ""
+
+
+def has_inner_dropout(module: Any) -> bool:
+    is_attention = isinstance(module, nn.MultiheadAttention)
+    is_deep = isinstance(module, nn.RNNBase) and vars(module)["num_layers"] > 1
+    return (is_attention or is_deep) and bool(vars(module)["dropout"])
+
+
+def _looked_at(trial: Trial, source: Any, watch: "Watch") -> list[Drawn]:
+    """What a step draws beside dropout layers. These and BatchNorms do nothing, so that a row is
+    the same whatever rows are with it."""
+    task = trial.task
+    with seeding.seeded(0), restore_modes(task), _without_inner_dropout(task):
+        for module in task.modules():
+            module.training &= not isinstance(module, BATCH_NORMS)
+        samples = next(iter(trial.picked(source.dataset)))
+        ongoing.watch = watch
+        try:
+            drawn, _ = [trial.look(samples[:rows], source.collate) for rows in (ROWS, CUT)]
+        finally:
+            ongoing.watch = None
+        watch.compare()
+        return drawn
+
+
+@contextmanager
+def _without_inner_dropout(task: Task) -> Iterator[None]:
+    modules: list[Any] = [module for module in task.modules() if has_inner_dropout(module)]
+    rates = [module.dropout for module in modules]
+    try:
+        for module in modules:
+            module.dropout = 0.0
+        yield
+    finally:
+        for module, rate in zip(modules, rates, strict=True):
+            module.dropout = rate
+
+
+def _refuse_one_row(trial: Trial, source: Any, replicas: int) -> None:
+    """Torch does so at the end of an epoch, when such a share comes."""
+    with seeding.seeded(0), restore_modes(trial.task):
+        samples = next(iter(trial.picked(source.dataset)))
+        try:
+            trial.look(samples[:1], source.collate)
+        except NotCompared as error:
+            if ONE_VALUE not in str(error):
+                return
+        else:
+            return
+    of, use = "a batch", "data.drop_last=true, or another data.batch_size"
+    if replicas > 1:
+        of, use = "a replica's share of a batch", f"{KEYS['BatchNorm']}, {use}"
+    raise UserError(f"BatchNorm can't normalise one row, and {of} has one; use {use}")
+
+
+class Watch:
+    """What the layers of a task do in steps of ROWS and of CUT rows."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[nn.Module, list[Input]] = {}  # of dropout layers, in one step
+        self.unlike: set[nn.Module] = set()  # BatchNorms that compute in a way of their own
+        self.called: set[nn.Module] = set()
+        self._places: dict[nn.Module, set[int | None]] = {}
+
+    def note(self, layer: nn.Module, x: Tensor) -> None:
+        self.inputs.setdefault(layer, []).append(Input(current_share.rows, x))
+
+    def compare(self) -> None:
+        """After the steps of one turn."""
+        for layer, inputs in self.inputs.items():
+            many = [each for each in inputs if each.rows == ROWS]
+            few = [each for each in inputs if each.rows == CUT]
+            known = self._places.setdefault(layer, set())
+            known |= {rows_at(layer, a, b) for a, b in zip(many, few, strict=False)}
+            if len(many) != len(few):
+                known.add(None)
+        self.called |= self.inputs.keys()
+        self.inputs = {}
+
+    def places(self) -> Iterator[tuple[nn.Module, int]]:
+        """The dimension that is the rows, of each layer for which it is known."""
+        for layer, known in self._places.items():
+            if len(known) == 1 and (dim := next(iter(known))) is not None:
+                yield layer, dim
+
+
+class Input:
+    """What a layer got: its sizes, and a sum for each row by the dimension that may be the rows."""
+
+    def __init__(self, rows: int, x: Tensor) -> None:
+        self.rows, self.sizes = rows, tuple(x.shape)
+        self.sums = {
+            dim: x.detach().movedim(dim, 0).reshape(rows, -1).double().sum(1)
+            for dim, size in enumerate(self.sizes)
+            if size and size % rows == 0
+        }
+
+
+def rows_at(layer: Any, many: Input, few: Input) -> int | None:
+    """The dimension that is the rows: there are as many more of them, and the first ones are the
+    same. A row may have several places one after another."""
+    dims = [
+        dim
+        for dim in many.sums.keys() & few.sums.keys()
+        if many.sizes[dim] * CUT == few.sizes[dim] * ROWS
+        and layer.takes(dim, len(many.sizes))
+        and len(many.sizes) == len(few.sizes)
+    ]
+    if len(dims) == 1 and many.sizes[dims[0]] == ROWS:
+        return dims[0]
+    for dim in sorted(dims):
+        a, b = many.sums[dim][:CUT], few.sums[dim]
+        if torch.allclose(a, b, rtol=CLOSE, atol=CLOSE * float(b.abs().max())):
+            return dim
+    return None

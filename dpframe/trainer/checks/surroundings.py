@@ -1,0 +1,48 @@
+"""What is around a step in a trial: how far the run has come, kernels, and other generators."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Moment:
+    """How far a run has come, in a trial, and whether the step has asked for that."""
+
+    def __init__(self, epoch: int, global_step: int) -> None:
+        self._epoch, self._global_step = epoch, global_step
+        self.is_asked = False
+
+    @property
+    def epoch(self) -> int:
+        self.is_asked = True
+        return self._epoch
+
+    @property
+    def global_step(self) -> int:
+        self.is_asked = True
+        return self._global_step
+
+
+@contextmanager
+def nothing_tuned() -> Iterator[None]:
+    """No kernel is chosen by its speed, and nothing is compiled, for a few rows."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    has_compiled = "torch._dynamo" in sys.modules
+    try:
+        with torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def foreign_states() -> Any:
+    numpy = sys.modules.get("numpy")
+    state = random.getstate()
+    if numpy is None:
+        return state
+    _, keys, position, *_ = numpy.random.get_state()
+    return state, keys.tobytes(), position

@@ -1,0 +1,222 @@
+"""A step that is tried on shares of a few rows: what it gives, with nothing left behind."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpframe import seeding
+from dpframe.data import Share, move
+from dpframe.devices import memory
+from dpframe.errors import UserError, first_line
+from dpframe.metrics import is_number
+from dpframe.parameters import Watched
+from dpframe.rows import current_share
+from dpframe.strategies.base import Strategy
+from dpframe.strategies.data_parallel import Replicas
+from dpframe.task import Output, Task, TaskContext
+from dpframe.trainer.checks.draws import Drawn, Draws, NotCompared
+from dpframe.trainer.checks.put_back import Unwritten, put_back
+from dpframe.trainer.checks.shares import Gatherable, Gathers, SharesOf, ShareStep
+from dpframe.trainer.checks.statistics import Sums, sums_of_buffers
+from dpframe.trainer.checks.surroundings import Moment, foreign_states, nothing_tuned
+from dpframe.trainer.compute.placement import default_dtype
+from dpframe.trainer.outputs import Measured, detached, one_loss
+
+ROWS = 5
+BRIEF_SECONDS = 0.5
+
+
+@dataclass
+class Tried:
+    """A step of a task, or of one of its turns, and how it is tried."""
+
+    task: Task
+    strategy: Strategy
+    progress: Any
+    turn: str = ""
+    step: str = "training_step"
+    named: Mapping[str, str] = field(default_factory=dict)  # what else it takes
+    prefix: str = ""  # of the numbers of an evaluation, e.g. val, or val/clean of the set `clean`
+    is_brief: bool = False  # on few rows, given up where it takes long or may leave something
+    in_training: bool = False  # in the modes that the task has, not in evaluation
+    needs_gradients: bool = field(default=False, init=False)
+    gathers: bool = field(default=False, init=False)
+    drawn: list[Drawn] | None = field(default=None, init=False)  # None: what draws is refused
+    statistics: dict[Any, Sums] = field(default_factory=dict, init=False)  # by a share's places
+    factors: dict[Any, float] | None = field(default=None, init=False)  # of backwards, likewise
+
+    def __post_init__(self) -> None:
+        self.dtype: torch.dtype | None = self.strategy.dtype
+        self.moment = Moment(self.progress.epoch, self.progress.global_step)
+        self.ends = math.inf
+
+    @property
+    def trains(self) -> bool:
+        return not self.prefix
+
+    def look(self, samples: Any, collate: Any) -> list[Drawn]:
+        """What a step of these rows draws, in the modes that the task has."""
+        self.drawn = []
+        rows = range(len(samples))
+        try:
+            self._tried(lambda: self._share(samples, rows, collate)._replace(total=len(rows)))
+            return self.drawn
+        except (NotCompared, Moved):
+            raise
+        except Exception as error:
+            raise NotCompared(f"in training mode, a step says: {first_line(error)}") from None
+        finally:
+            self.drawn = None
+
+    def measured(self, samples: Any, cuts: Sequence[range], collate: Any) -> list[Measured]:
+        """What the step gives for each cut, as shares of one batch."""
+        shares = [partial(self._share, samples, cut, collate) for cut in cuts]
+        if self.gathers and len(cuts) > 1:
+            return self._together(shares)
+        results = []
+        for make in shares:
+            self.refuse_late()
+            try:
+                results += [self._tried(make)]
+            except Gathers:
+                self.gathers = True
+                return self._together(shares)
+        return results
+
+    def _tried(self, make: Callable[[], Share]) -> Measured:
+        """Without gradients, unless the step needs them."""
+        if not self.needs_gradients:
+            try:
+                return self._alone(make)
+            except RuntimeError as error:
+                if "grad" not in str(error):
+                    raise
+                self.needs_gradients = True
+        return self._alone(make)
+
+    def _alone(self, make: Callable[[], Share]) -> Measured:
+        with self._trying(SharesOf(self.strategy)):
+            share = make()
+            with default_dtype(self.dtype):
+                return self._differentiated([(share.rows, self._gathered(share))], [share])[0]
+
+    def _together(self, shares: Sequence[Callable[[], Share]]) -> list[Measured]:
+        """As replicas that gather each other's rows, in turns."""
+        if self.strategy.sharding is not None:
+            raise NotCompared(f"it gathers rows, and {self.strategy.name} keeps parts of weights")
+        with self._trying(Gatherable(self.strategy)):
+            made = [make() for make in shares]
+            tasks = {
+                share.places: self._copied() if n else self.task for n, share in enumerate(made)
+            }
+            step = ShareStep(lambda share: self._step(share, tasks[share.places]))
+            replicas = Replicas(step, [torch.device("cpu")] * len(made))
+            with default_dtype(self.dtype):  # once: the replicas have threads
+                results: list[Measured] = replicas(made)
+                return self._differentiated(results, made)
+
+    def _differentiated(self, results: list[Measured], shares: list[Share]) -> list[Measured]:
+        if self.factors is not None:
+            pairs = zip(results, shares, strict=True)
+            of = [(output["loss"], self.factors[share.places]) for (_, output), share in pairs]
+            losses = [loss * factor for loss, factor in of if factor]
+            total = sum(losses[1:], losses[0]) if losses else None
+            if total is not None and total.requires_grad:
+                total.backward()
+        return [(rows, detached(output)) for rows, output in results]
+
+    def _copied(self) -> Task:
+        """With the same weights, and buffers and attributes of its own, as in a process."""
+        shared = {id(each): each for each in [*self.task.parameters(), *self._shared]}
+        try:
+            return deepcopy(self.task, shared)
+        except Exception as error:
+            if memory.ran_out(error):
+                raise
+            raise NotCompared(f"it gathers rows, and a copy says: {first_line(error)}") from None
+
+    def _share(self, samples: Any, cut: range, collate: Any) -> Share:
+        states = torch.get_rng_state(), foreign_states()
+        batch = move(collate(samples[cut.start : cut.stop]), self.strategy.device, self.dtype)
+        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != foreign_states():
+            raise NotCompared("its collate draws random numbers")
+        return Share(batch, len(cut), ROWS, cut)
+
+    def _gathered(self, share: Share) -> Output:
+        """Where the weights are cut, every process computes the same rows at the same time."""
+        if self.strategy.sharding is None:
+            return self._step(share, self.task)
+        return self.strategy.sharding.run_alone(self.task, self._step, share, self.task)
+
+    def _step(self, share: Share, task: Task) -> Output:
+        draws, states = Draws(self.strategy.device), foreign_states()
+        turn = (self.turn,) if self.turn else ()
+        turn_or_none = self.turn if self.trains else None
+        of_share = current_share.of(share, task.run_context, turn_or_none)
+        with of_share, self._unwritten(), draws:
+            output = task.step_alone(self.step, share.batch, *turn, **self.named)
+            output = one_loss(output, task, self.step)
+        if self.drawn is not None:
+            self.drawn += draws.seen
+        elif draws.seen:
+            by = draws.seen[0].by
+            raise NotCompared(f"it draws by torch's {by}; self.randn_rows makes it comparable")
+        if foreign_states() != states:
+            if self.drawn is None:
+                raise NotCompared("it draws by Python's or NumPy's random numbers")
+            self.drawn.append(Drawn("Python's or NumPy's random numbers", None, None))
+        if not isinstance(output, dict) or (self.trains and not is_number(output.get("loss"))):
+            raise NotCompared("the step returns no loss")
+        if self.in_training:
+            self.statistics[share.places] = sums_of_buffers(task)
+        return output if self.factors is not None else detached(output)
+
+    def _unwritten(self) -> Any:
+        """Where weights are cut, those that a step sees are gathered for it."""
+        if self.strategy.sharding is not None:
+            return nullcontext()
+        large = (each for each in self._shared if isinstance(each, Tensor))
+        unnamed = {f"a tensor of {each.nbytes} bytes": each for each in large}
+        return Unwritten(unnamed | dict(self.task.named_parameters()))
+
+    @contextmanager
+    def _trying(self, strategy: Any) -> Iterator[None]:
+        """Everything is as before, before and after."""
+        context = self.task.run_context
+        weights = Watched(self.task.named_parameters())
+        weights.begin()
+        try:
+            with ExitStack() as stack:
+                copies = stack.enter_context(put_back(self.task))
+                if self.is_brief and copies.opaque:
+                    raise NotCompared(f"a {type(copies.opaque[0]).__name__} has no copy")
+                self._shared = copies.shared
+                stack.enter_context(seeding.seeded(0))
+                stack.enter_context(torch.set_grad_enabled(self.needs_gradients))
+                stack.enter_context(nothing_tuned())
+                stack.callback(setattr, self.task, "run_context", context)
+                self.task.run_context = TaskContext(self.moment, strategy, seed=context.seed)
+                yield
+        finally:
+            if self.strategy.sharding is None and (changed := weights.changed()):
+                raise Moved(
+                    f"{type(self.task).__name__}.{self.step} changes {changed} in "
+                    "place, which the share check can neither foresee nor take back; "
+                    "trainer.share_check=off leaves it out"
+                )
+
+    def refuse_late(self) -> None:
+        if time.perf_counter() > self.ends:
+            raise NotCompared(f"it takes more than {BRIEF_SECONDS} s")
+
+
+class Moved(UserError):
+    """A step has changed a weight for good."""
