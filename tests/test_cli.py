@@ -38,7 +38,7 @@ BEFORE_TORCH = {
     "+trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "~trainer.max_epoch": "did you mean trainer.max_epochs?",
     "trainr.max_epochs=3": "did you mean trainer.max_epochs?",
-    "+foo=1": "there is no key foo; there is: callbacks, checkpoint, compare, ",
+    "+foo=1": "there is no key foo; there is: callbacks, checkpoint, ",
     "lr=0.1": "there is no key lr; did you mean task.optimizer.lr?",
     "gpus=2": "there is no key gpus; did you mean trainer.gpus?",
     "num_workers=2": "did you mean data.workers?",

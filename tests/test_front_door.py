@@ -16,11 +16,12 @@ from test_contributing import PROJECT
 
 from dpframe.config import modes, plugins
 
+pytestmark = pytest.mark.whole
 PUBLIC = [f"dpframe{name}" for name in ("", ".callbacks", ".loggers", ".strategies", ".testing")]
 PUBLIC += ["dpframe.plugin"]
 PLUGINS = {
     folder.name: folder
-    for folder in (ROOT / "dpframe/plugins").iterdir()
+    for folder in ROOT.glob("dpframe/plugins/*")
     if (folder / "__init__.py").is_file()
 }
 BRINGS = {"lab", "lightning", "ray", "verify"}
@@ -115,7 +116,6 @@ def guides() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text().replace("NAME", "name")
 
 
-@pytest.mark.whole
 def test_documents_examples_recipes_and_new_projects_come_by_the_front_door():
     found = {}
     for name, code in guides():
@@ -129,7 +129,6 @@ def test_documents_examples_recipes_and_new_projects_come_by_the_front_door():
 
 
 @pytest.mark.parametrize("plugin", sorted(BRINGS))
-@pytest.mark.whole
 def test_a_plugin_comes_by_the_front_door_or_as_a_friend_with_a_reason(plugin):
     code = [path.read_text() for path in sorted(PLUGINS[plugin].rglob("*.py"))]
     own = f"dpframe.plugins.{plugin}"
@@ -139,7 +138,6 @@ def test_a_plugin_comes_by_the_front_door_or_as_a_friend_with_a_reason(plugin):
     ].keys()
 
 
-@pytest.mark.whole
 def test_each_entry_point_of_dpframes_own_is_known_where_it_is_missing():
     points = PROJECT["project"]["entry-points"]
     assert points["dpframe.modes"].keys() == modes.UNINSTALLED.keys() - {"plan"}
@@ -151,7 +149,6 @@ def test_each_entry_point_of_dpframes_own_is_known_where_it_is_missing():
     assert options == {*plugins.OPTIONS}
 
 
-@pytest.mark.whole
 def test_nothing_of_the_core_imports_a_plugin():
     """But the public names that stand for one, when they are used."""
     doors = {"lightning.py", "testing.py", "strategies/__init__.py"}

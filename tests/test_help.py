@@ -65,7 +65,12 @@ def shown(tmp_path_factory):
     return dict(zip((*SHOWN, *REFUSED), done, strict=True))
 
 
-@pytest.mark.parametrize("topic", SHOWN)
+OF_PLUGINS = {"tune"}
+
+
+@pytest.mark.parametrize(
+    "topic", [pytest.param(t, marks=pytest.mark.whole) if t in OF_PLUGINS else t for t in SHOWN]
+)
 def test_help_on_a_topic_has_its_settings_with_their_comments(shown, topic):
     assert shown[topic].code == 0, shown[topic].err
     for pattern in SHOWN[topic]:

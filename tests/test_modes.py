@@ -164,6 +164,7 @@ def test_a_mode_of_a_package_evaluates_a_checkpoint_with_the_config_of_its_run(s
     assert "\n6 weights, 1 epoch\n" in graded.out
 
 
+@pytest.mark.whole
 def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_torch(
     site, tmp_path
 ):

@@ -23,6 +23,7 @@ PACKAGES = ("dpframe", *(f"dpframe.{n}" for n in ("callbacks", "loggers", "strat
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.whole
 def test_a_package_lists_its_public_names_and_has_each(package):
     module = import_module(package)
     assert {*dir(module)} - {"__version__"} == {*module.__all__}

@@ -25,6 +25,7 @@ def project(tmp_path_factory):
     return folder / "weather_forecast"
 
 
+@pytest.mark.whole
 def test_a_new_projects_own_test_passes(project):
     code, printed = fresh(own_test, folder=project)
     assert code == 0 and "4 passed" in printed, printed
@@ -50,6 +51,7 @@ def test_an_editor_is_told_where_the_schema_of_its_configs_is(project):
     assert len(files) == 2
 
 
+@pytest.mark.whole
 def test_ruff_finds_nothing_in_a_new_project(project):
     for words in (
         ["check"],

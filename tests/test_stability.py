@@ -14,11 +14,13 @@ HOME = PROJECT["project"]["urls"]["Homepage"]
 
 
 @pytest.mark.parametrize("module", TABLE)
+@pytest.mark.whole
 def test_public_names_are_those_of_the_page(module):
     assert re.findall(r"`(\w+)`", TABLE[module]) == sorted(import_module(module).__all__)
     assert len(TABLE) == 6
 
 
+@pytest.mark.whole
 def test_a_public_name_is_one_object_wherever_it_is_imported_from():
     homes = [import_module(module) for module in (*TABLE, "dpframe.trainer")]
     for name in {name for home in homes for name in home.__all__}:
