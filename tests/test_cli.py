@@ -110,7 +110,7 @@ OPTIONS = {
     "--fp16": "write trainer.precision=fp16, without dashes",
     "--test": "write mode=test, without dashes",
     "--config mine": "there is no option --config; did you mean --config-dir?",
-    "--dropout 0.1": "there is no option --dropout; write KEY=VALUE, or see dpframe --help",
+    "--embedding 3": "there is no option --embedding; write KEY=VALUE, or see dpframe --help",
     "--resolve": "--resolve goes with --cfg job",
     "--cfg=hydra --resolve": "--resolve goes with --cfg job",
     "--cfg=jub": "choose from",
