@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Strategy, Task
 from dpframe.layers.exact import GlobalBatchNorm, convert
-from dpframe.strategies import CPU, DDP, FSDP, DataParallel
+from dpframe.strategies import CPU, DDP, FSDP, DataParallel, SingleGPU
 
 EXACT = 1e-12
 ROWS, SIZE = 21, 6  # the last batch has three rows
@@ -94,7 +94,7 @@ def trained(strategy: Strategy, name: str = "2d", **settings: Any) -> tuple[Any,
         make=lambda: make(NETS[name]()), data=Images(), strategy=strategy, **SETTINGS | settings
     )
     state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
-    return {k: v.double() for k, v in state.items()}, made.metrics, made.training.own
+    return {k: v.cpu().double() for k, v in state.items()}, made.metrics, made.training.own
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -156,3 +156,14 @@ def test_classes_are_torchs_own_again_and_names_stay():
     assert repr(net[1]).startswith("BatchNorm2d(") and list(net.state_dict()) == names
     convert(net, batch_norm=False, dropout=False)
     assert type(net[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SingleGPU, DataParallel, DDP, FSDP])
+def test_gpus_are_as_one_process_on_the_cpu(kind):
+    """Within the rounding of other kernels."""
+    found = on(kind(accelerator="cuda"), all_ways)
+    for way, (state, metrics, own) in found.items():
+        wanted, numbers, _ = one_process()[way]
+        assert own == "" and distance(state, wanted) < 1e-10, way
+        assert metrics["val/loss"] == pytest.approx(numbers["val/loss"], rel=1e-9)

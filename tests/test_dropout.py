@@ -198,3 +198,14 @@ def test_a_dropout_layer_of_ones_own_computes_as_it_does():
     task = nn.Sequential(Doubled(), type("Named", (nn.Dropout,), {})())
     convert(task, batch_norm=False, dropout=True)
     assert type(task[0]) is Doubled and isinstance(task[1], RowDropout)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_drops_what_the_cpu_drops(kind):
+    layer, sizes = KINDS[kind]
+    x = torch.randn(ROWS, *sizes)
+    with of_rows(range(ROWS)):
+        wanted = by_row(layer)(x.clone())
+    with of_rows(range(ROWS)):
+        assert torch.equal(by_row(layer).cuda()(x.cuda()).cpu(), wanted)

@@ -91,7 +91,10 @@ class Copies:
         self._left -= size
         if not isinstance(value, Tensor):
             return copy(value)
-        return deepcopy(value, self._memo) if value.is_leaf else value.detach().clone()
+        is_plain = type(value) is Tensor and not value.requires_grad and size == value.nbytes
+        if is_plain or not value.is_leaf:
+            return value.detach().clone()
+        return deepcopy(value, self._memo)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, tuple):

@@ -88,8 +88,10 @@ class Step:
             if self.guard.refuses(measured, progress, index):
                 return None
             ongoing.backward = True
-            update.backward(loss)
-            ongoing.backward = False
+            try:
+                update.backward(loss)
+            finally:
+                ongoing.backward = False
             all_measured += measured
             for batch_end in self.on_batch_end:
                 batch_end(placed(batch, shares), [output for _, output in measured])
