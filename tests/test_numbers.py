@@ -11,7 +11,7 @@ import pytest
 import small
 import torch
 from forked import fresh, on
-from small import Grabbed, Hooks, Listed, Rows, Small, fitted, gradients, is_same, trainer
+from small import SGD, Grabbed, Hooks, Listed, Rows, Small, fitted, gradients, is_same, trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -143,7 +143,7 @@ def by_hand(precision: torch.dtype) -> tuple[dict[str, Tensor], float]:
     seeding.seed_everything(0)
     task, data = Tokens().to(precision), Words()
     x, y = data.train.tensors
-    optimizer = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(2):
         total = 0.0
         seeding.reseed(seeding.mix(0, 0, epoch))
@@ -351,3 +351,19 @@ def test_a_compiled_task_is_one_graph_and_trains_alike_under_the_same_names():
     assert (graphs, breaks) == (1, 0)
     assert list(mine) == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
     torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("optimizer", [SGD, partial(SGD, momentum=0.9)])
+def test_weights_of_16_bits_are_updated_whatever_their_number(precision, optimizer):
+    """Torch's fused SGD for the CPU leaves out whole vectors of them."""
+    ends = [
+        fitted(
+            Small(partial(optimizer, fused=fused) if fused is False else optimizer, width=64),
+            precision=precision,
+            max_steps=3,
+        ).task.state_dict()
+        for fused in (None, False)
+    ]
+    for ours, theirs in zip(*(end.values() for end in ends), strict=True):
+        assert torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.002)

@@ -134,6 +134,8 @@ def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = N
     have = [name for name, those in FUSED.items() if those is None or kind in those]
     is_stock &= kinds is None or kind in kinds
     fits = all(w.device.type in have and w.dtype in FUSED_DTYPES for w in weights)
+    if kind == "SGD":  # on the CPU it leaves out vectors of 16 bits: pytorch/pytorch#191763
+        fits &= all(w.device.type != "cpu" or w.dtype.itemsize > 2 for w in weights)
     if is_chosen or not is_stock or not fits or has_sparse(model):
         return False
     for group in groups:
