@@ -43,7 +43,7 @@ class CurrentShare(threading.local):
         pass
 
     def __exit__(self, *error: object) -> None:
-        self.rows = 0
+        self.rows, self.context = 0, None  # which would keep the run
 
 
 class Forward:

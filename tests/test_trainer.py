@@ -1,5 +1,7 @@
 """The loop: when it validates, logs and ends, what an update is, and users' mistakes."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -9,6 +11,7 @@ from small import Clock, Hooks, Rows, Small, fitted, gradients, trainer
 from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Callback, Logger, Task, TrainerSettings, UserError
+from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer.compute import placement
 
 # The four modes
@@ -410,3 +413,21 @@ def test_an_optimiser_in_place_of_what_makes_one_is_refused_in_one_line() -> Non
 )
 def test_compile_is_a_switch_or_a_mode_of_torch_compile(value, mode):
     assert TrainerSettings(compile=value).compile_mode == mode
+
+
+class Noisy(Small):
+    def training_step(self, batch):
+        return {**super().training_step(batch), "noise": torch.rand(())}
+
+
+@pytest.mark.parametrize("strategy", [None, DataParallel(2, "cpu")])
+def test_a_trainer_that_nobody_has_is_gone_at_once(strategy):
+    """With its weights and data workers, and without a cycle that Python would look for later."""
+    fitted(make=Noisy, max_epochs=1, strategy=strategy)
+    gc.collect()
+    gc.disable()
+    try:
+        made = weakref.ref(fitted(make=Noisy, max_epochs=1, strategy=strategy))
+        assert made() is None
+    finally:
+        gc.enable()

@@ -180,7 +180,7 @@ class TrainStep(nn.Module):
             if isinstance(output, dict) and isinstance(output.get("loss"), dict):
                 output = one_loss(output, self.task, "training_step")
         finally:
-            current_share.rows = 0
+            current_share.rows, current_share.context = 0, None
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = exact_weight(output["weight"], self.task) if is_weighted else rows

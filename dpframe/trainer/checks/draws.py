@@ -61,10 +61,14 @@ class Draws(TorchFunctionMode):
 
 
 def _calling_module() -> nn.Module | None:
+    """The innermost one whose method is running. No frame is kept: it would keep the run."""
     frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return owner
-        frame = frame.f_back
-    return None
+    try:
+        while frame is not None:
+            frame = frame.f_back
+            owner = frame.f_locals.get("self") if frame else None
+            if isinstance(owner, nn.Module):
+                return owner
+        return None
+    finally:
+        del frame
