@@ -1,0 +1,109 @@
+"""Networks that people have, with BatchNorm and dropout: the same on any number of replicas."""
+
+import pickle
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from exact_nets import NETS, data_of, task_of
+from forked import on
+from recorded import once
+from small import Hooks, fitted
+
+from dpframe import Strategy
+from dpframe.strategies import CPU, DDP, FSDP, DataParallel
+
+EXACT = 1e-10
+NAMES = [*NETS, "gan"]
+SETTINGS: dict[str, Any] = {"precision": "64", "max_epochs": 1, "exact_layers": True}
+UNCHECKED: dict[str, Any] = {"share_check": "off"}  # once a network is enough
+OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+RANKS = {"ddp-2": DDP(2, "cpu"), "ddp-3": DDP(3, "cpu"), "fsdp-2": FSDP(2, "cpu")}
+HALF = 2  # of an epoch's four steps
+
+
+def trained(strategy: Strategy, name: str, **settings: Any) -> tuple[Any, Any, str]:
+    """The weights and buffers, the metrics, and what each replica has of its own."""
+    torch.manual_seed(0)
+    task, data = task_of(name, OPTIMIZER), data_of(name)
+    made = fitted(task, data, strategy=strategy, **SETTINGS | settings)
+    state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
+    return {key: value.double() for key, value in state.items()}, made.metrics, made.training.own
+
+
+def half_trained(strategy: Strategy, name: str) -> Any:
+    """What a checkpoint has in the middle of the epoch."""
+    states = []
+    hooks = Hooks(
+        on_step_end=lambda t: t.global_step == HALF and states.append(deepcopy(t.state_dict()))
+    )
+    trained(strategy, name, callbacks=[hooks], **UNCHECKED)
+    return states[0]
+
+
+def all_ways(strategy: Strategy, halves: bytes = b"") -> Any:
+    """By network and way; `halves` are resumed. And halves of its own."""
+    states = pickle.loads(halves) if halves else {}
+    found = {}
+    for name in NAMES:
+        checked = UNCHECKED if strategy.launches_ranks else {}
+        found[name, "plain"] = trained(strategy, name, **checked)
+        found[name, "accumulated"] = trained(strategy, name, accumulate=3, **UNCHECKED)
+        if states:
+            found[name, "resumed"] = trained(strategy, name, resume=states[name], **UNCHECKED)
+    return found, pickle.dumps({name: half_trained(strategy, name) for name in NAMES})
+
+
+@once
+def one_process() -> Any:
+    found, _ = all_ways(CPU())
+    return found | {(name, "resumed"): found[name, "plain"] for name in NAMES}
+
+
+@once
+def everywhere(place: str) -> Any:
+    if place == "data_parallel-3":
+        return all_ways(DataParallel(3, "cpu"))
+    halves = everywhere("data_parallel-3")[1]
+    if place == "data_parallel-2":
+        return all_ways(DataParallel(2, "cpu"), halves)
+    return on(RANKS[place], all_ways, halves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", ["data_parallel-2", "data_parallel-3", *RANKS])
+def test_it_is_as_in_one_process(place, name):
+    found, wanted = everywhere(place)[0], one_process()
+    for way in ("plain", "accumulated", "resumed"):
+        if (name, way) not in found:
+            continue
+        state, metrics, own = found[name, way]
+        assert own == ""
+        check(state, metrics, *wanted[name, way][:2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_ranks_began_one_process_ends_within_an_epoch(name):
+    half = pickle.loads(everywhere("ddp-2")[1])[name]
+    state, metrics, _ = trained(CPU(), name, resume=half)
+    check(state, metrics, *one_process()[name, "plain"][:2])
+
+
+def check(state: Any, metrics: Any, wanted: Any, numbers: Any) -> None:
+    assert state.keys() == wanted.keys() and metrics.keys() == numbers.keys()
+    for key, value in wanted.items():
+        assert float((state[key] - value).abs().max()) < EXACT, key
+    for key, number in numbers.items():
+        assert metrics[key] == pytest.approx(number, rel=EXACT), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_keys_it_is_another_one_and_a_line_says_so(name):
+    state, _, own = trained(DataParallel(2, "cpu"), name, exact_layers=False)
+    wanted = one_process()[name, "plain"][0]
+    assert any(float((state[key] - value).abs().max()) > 1e-6 for key, value in wanted.items())
+    has = {kind for kind in ("BatchNorm", "Dropout") if f" {kind} " in own}
+    kinds = {type(part).__name__.rstrip("12d") for part in task_of(name, OPTIMIZER).modules()}
+    assert has == {"BatchNorm", "Dropout"} & kinds
