@@ -91,6 +91,18 @@ class EachTime:
 
 
 @contextmanager
+def buffers_kept(module: Any) -> Iterator[None]:
+    """E.g. running statistics, which the first forward has updated already."""
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@contextmanager
 def _changed(**values: Any) -> Iterator[None]:
     """The current share with other values, in this thread."""
     before = {name: getattr(current_share, name) for name in values}

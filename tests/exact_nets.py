@@ -1,5 +1,6 @@
 """Small networks of the kinds that people train, with BatchNorm, dropout, or both."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,9 +8,11 @@ from small import Listed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Task
+from dpframe.callbacks import EMA
 
 ROWS, SIZE = 15, 4  # three replicas have 2, 2 and 0 rows, and in the last batch 1 each
 WORDS = 9
@@ -245,6 +248,86 @@ def mobilenet() -> nn.Module:
     )  # fmt: skip
 
 
+class Loop(nn.Module):
+    """Reads word by word, so that a share calls its dropout as often as its longest text says."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words, self.cell = nn.Embedding(WORDS, width), nn.GRUCell(width, width)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, found = self.words(tokens), []
+        state = x.new_zeros(len(x), x.shape[-1])
+        for word in x.unbind(1):
+            state = self.drop(self.cell(word, state))
+            found.append(self.head(state))
+        return torch.stack(found, dim=1)
+
+
+class Maps(nn.Module):
+    """Drops of its attention's maps, with each head as a row, and each word as one."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words, self.pairs = nn.Embedding(WORDS, width), nn.Linear(width, 2 * width)
+        self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(width)
+        self.drop_words, self.head = nn.Dropout(0.2), nn.Linear(width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        one, other = self.pairs(x).unflatten(-1, (2, 2, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        scores = (one @ other.mT).unflatten(0, (-1, 2))
+        scores = scores.masked_fill((tokens == 0)[:, None, None], -1e9)
+        maps = self.drop(scores.softmax(-1).flatten(0, 1)).unflatten(0, (-1, 2))
+        seen = (maps @ x.unflatten(-1, (2, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
+        known = tokens > 0
+        words = self.norm(seen[known]) if self.training else self.norm(seen.flatten(0, 1))
+        if self.training:
+            seen = torch.zeros_like(seen).masked_scatter(known[..., None], words)
+        return self.head(self.drop_words(seen.flatten(0, 1)).view_as(seen))
+
+
+class OfRows(Task):
+    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": (self.net(x.flatten(1)) - y[:, :1]).square().mean()}
+
+
+class Recomputing(OfRows):
+    """Calls torch.utils.checkpoint itself."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        contexts = self.checkpoint_contexts
+        x = checkpoint(self.net[:3], batch[0].flatten(1), use_reentrant=False, context_fn=contexts)
+        return {"loss": (self.net[3](x) - batch[1][:, :1]).square().mean()}
+
+
+class Sampled(OfRows):
+    """A validation that draws masks."""
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        self.net[2].train()
+        losses = [self.training_step(batch)["loss"] for _ in range(3)]
+        return {"loss": torch.stack(losses).mean(), "spread": losses[0] - losses[1]}
+
+
+class Changing(OfRows):
+    """What drops nothing in the first steps does later."""
+
+    def __init__(self, net: nn.Module, optimizer: Any, *, thaws: bool) -> None:
+        super().__init__(net, optimizer)
+        self.thaws = thaws
+        net[2].train(not thaws).p = 0.3 if thaws else 0.0
+
+    def on_step_end(self, *_: Any) -> None:
+        self.net[2].train().p = 0.3
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
 NETS: dict[str, tuple[Any, Any, Any]] = {
     "resnet": (OfImages, resnet, images),
     "mobilenet": (OfImages, mobilenet, images),
@@ -253,15 +336,27 @@ NETS: dict[str, tuple[Any, Any, Any]] = {
     "gpt": (OfTokens, GPT, texts),
     "encoder": (OfTokens, Encoder, texts),
     "tagger": (OfTokens, Tagger, ragged),
+    "gan": (lambda _, optimizer: Gan(optimizer), nn.Identity, images),
 }
+USES: dict[str, tuple[Any, Any, Any]] = {
+    "a loop over words": (OfTokens, Loop, ragged),
+    "maps of attention": (OfTokens, Maps, ragged),
+    "p from 0 on": (partial(Changing, thaws=False), layers, images),
+    "thawed": (partial(Changing, thaws=True), layers, images),
+    "checkpoint": (Recomputing, layers, images),
+    "recomputed": (OfRows, layers, images),
+    "lbfgs": (OfRows, layers, images),
+    "averaged": (OfRows, layers, images),
+    "masks in validation": (Sampled, layers, images),
+}
+SETTINGS_OF: dict[str, dict[str, Any]] = {
+    "recomputed": {"checkpoint_activations": ["net.1", "net.2"]},
+    "averaged": {"callbacks": [EMA(0.5)]},
+}
+OPTIMIZERS = {"lbfgs": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)}
+OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-def task_of(name: str, optimizer: Any) -> Task:
-    if name == "gan":
-        return Gan(optimizer)
-    task, net, _ = NETS[name]
-    return task(net(), optimizer)
-
-
-def data_of(name: str) -> Data:
-    return Data(images if name == "gan" else NETS[name][2])
+def case_of(name: str) -> tuple[Task, Data]:
+    task, net, data = (NETS | USES)[name]
+    return task(net(), OPTIMIZERS.get(name, OPTIMIZER)), Data(data)

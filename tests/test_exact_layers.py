@@ -2,12 +2,11 @@
 
 import pickle
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from exact_nets import NETS, data_of, task_of
+from exact_nets import NETS, SETTINGS_OF, USES, case_of
 from forked import on
 from recorded import once
 from small import Hooks, fitted
@@ -16,10 +15,8 @@ from dpframe import Strategy
 from dpframe.strategies import CPU, DDP, FSDP, DataParallel
 
 EXACT = 1e-10
-NAMES = [*NETS, "gan"]
 SETTINGS: dict[str, Any] = {"precision": "64", "max_epochs": 1, "exact_layers": True}
 UNCHECKED: dict[str, Any] = {"share_check": "off"}  # once a network is enough
-OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 RANKS = {"ddp-2": DDP(2, "cpu"), "ddp-3": DDP(3, "cpu"), "fsdp-2": FSDP(2, "cpu")}
 HALF = 2  # of an epoch's four steps
 
@@ -27,8 +24,8 @@ HALF = 2  # of an epoch's four steps
 def trained(strategy: Strategy, name: str, **settings: Any) -> tuple[Any, Any, str]:
     """The weights and buffers, the metrics, and what each replica has of its own."""
     torch.manual_seed(0)
-    task, data = task_of(name, OPTIMIZER), data_of(name)
-    made = fitted(task, data, strategy=strategy, **SETTINGS | settings)
+    settings = SETTINGS | SETTINGS_OF.get(name, {}) | settings
+    made = fitted(*case_of(name), strategy=strategy, **settings)
     state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
     return {key: value.double() for key, value in state.items()}, made.metrics, made.training.own
 
@@ -47,19 +44,19 @@ def all_ways(strategy: Strategy, halves: bytes = b"") -> Any:
     """By network and way; `halves` are resumed. And halves of its own."""
     states = pickle.loads(halves) if halves else {}
     found = {}
-    for name in NAMES:
+    for name in NETS:
         checked = UNCHECKED if strategy.launches_ranks else {}
         found[name, "plain"] = trained(strategy, name, **checked)
         found[name, "accumulated"] = trained(strategy, name, accumulate=3, **UNCHECKED)
         if states:
             found[name, "resumed"] = trained(strategy, name, resume=states[name], **UNCHECKED)
-    return found, pickle.dumps({name: half_trained(strategy, name) for name in NAMES})
+    return found, pickle.dumps({name: half_trained(strategy, name) for name in NETS})
 
 
 @once
 def one_process() -> Any:
     found, _ = all_ways(CPU())
-    return found | {(name, "resumed"): found[name, "plain"] for name in NAMES}
+    return found | {(name, "resumed"): found[name, "plain"] for name in NETS}
 
 
 @once
@@ -72,7 +69,7 @@ def everywhere(place: str) -> Any:
     return on(RANKS[place], all_ways, halves)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("place", ["data_parallel-2", "data_parallel-3", *RANKS])
 def test_it_is_as_in_one_process(place, name):
     found, wanted = everywhere(place)[0], one_process()
@@ -84,7 +81,7 @@ def test_it_is_as_in_one_process(place, name):
         check(state, metrics, *wanted[name, way][:2])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NETS)
 def test_what_ranks_began_one_process_ends_within_an_epoch(name):
     half = pickle.loads(everywhere("ddp-2")[1])[name]
     state, metrics, _ = trained(CPU(), name, resume=half)
@@ -99,11 +96,29 @@ def check(state: Any, metrics: Any, wanted: Any, numbers: Any) -> None:
         assert metrics[key] == pytest.approx(number, rel=EXACT), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NETS)
 def test_without_the_keys_it_is_another_one_and_a_line_says_so(name):
     state, _, own = trained(DataParallel(2, "cpu"), name, exact_layers=False)
     wanted = one_process()[name, "plain"][0]
     assert any(float((state[key] - value).abs().max()) > 1e-6 for key, value in wanted.items())
     has = {kind for kind in ("BatchNorm", "Dropout") if f" {kind} " in own}
-    kinds = {type(part).__name__.rstrip("12d") for part in task_of(name, OPTIMIZER).modules()}
+    kinds = {type(part).__name__.rstrip("12d") for part in case_of(name)[0].modules()}
     assert has == {"BatchNorm", "Dropout"} & kinds
+
+
+def all_uses(strategy: Strategy) -> Any:
+    return {name: trained(strategy, name, max_epochs=2) for name in USES}
+
+
+@once
+def uses_in(place: str) -> Any:
+    places = {"cpu": CPU(), "data_parallel-3": DataParallel(3, "cpu"), "ddp-2": DDP(2, "cpu")}
+    return on(places[place], all_uses)
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("place", ["data_parallel-3", "ddp-2"])
+def test_however_it_is_used_it_is_as_in_one_process(place, name):
+    state, metrics, own = uses_in(place)[name]
+    assert own == ""
+    check(state, metrics, *uses_in("cpu")[name][:2])

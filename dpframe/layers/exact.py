@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpframe.layers.batch_norm import OfAllRows, is_shared
 from dpframe.layers.dropout import ALPHA, keep_rows, scale
-from dpframe.rows import current_share, ongoing
+from dpframe.rows import buffers_kept, current_share, ongoing
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ALPHAS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -43,6 +43,12 @@ class GlobalBatchNorm(Exact):
     """A BatchNorm, also of another library, whose statistics are those of the global batch."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if current_share.gathered is None:
+            return self._of_batch(x, *args, **kwargs)
+        with buffers_kept(self):  # the forward, which is computed again, has counted these rows
+            return self._of_batch(x, *args, **kwargs)
+
+    def _of_batch(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         uses_batch = self.training or self.running_mean is None
         if ongoing.watch is None and not (uses_batch and is_shared()):
             return super().forward(x, *args, **kwargs)
@@ -71,11 +77,11 @@ class RowDropout(Exact):
     key: int
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not self.training or not self.p:
-            return super().forward(x)
-        if ongoing.watch is not None:
+        if ongoing.watch is not None:  # also of one that drops nothing yet
             ongoing.watch.note(self, x)
             return x
+        if not self.training or not self.p:
+            return super().forward(x)
         is_outside = not (torch.compiler.is_compiling() or current_share.rows or ongoing.backward)
         if self.row_dim is None or is_outside:
             return super().forward(x)

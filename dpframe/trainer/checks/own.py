@@ -35,7 +35,9 @@ from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 
 KEYS = {"BatchNorm": "trainer.batch_norm=global", "Dropout": "trainer.dropout=row"}
-CLOSE = 1e-3  # sums of the same rows
+CORNER = 16  # numbers of a row by each dimension, by which it is known again
+CLOSE = 1e-3  # these, of the same rows
+ROUNDINGS = 8  # with 16 bits
 ONE_VALUE = "more than 1 value per channel"  # what torch says of BatchNorm on one row
 
 
@@ -85,7 +87,7 @@ def find_own(
     convert(task, batch_norm=batch_norm, dropout=True)  # which tells the watch of its inputs
     modules = {name: module for name, module in task.named_modules() if module.training}
     is_several = strategy.replicas > 1 and not strategy.logical_shares
-    drops = any(isinstance(module, RowDropout) for module in modules.values())
+    dropouts = {name: m for name, m in task.named_modules() if isinstance(m, RowDropout)}
     has_norms = any(isinstance(module, BATCH_NORMS) for module in modules.values())
     replicas = 1 if batch_norm else strategy.replicas
     has_one = has_norms and 1 in shares_of(feed, settings, replicas)
@@ -95,7 +97,7 @@ def find_own(
             raise NotCompared("the task steps its optimizers itself")
         trials = [Trial(task, strategy, progress, turn) for turn in updates]
         is_checked = is_several and settings.share_check != "off"
-        for trial in trials if is_checked or (dropout and drops) else ():
+        for trial in trials if is_checked or (dropout and dropouts) else ():
             drawn += _looked_at(trial, source, watch)
         if has_one:
             _refuse_one_row(trials[0], source, replicas)
@@ -105,11 +107,10 @@ def find_own(
         convert(task, batch_norm=batch_norm, dropout=dropout)
     names = {module: name for name, module in task.named_modules()}
     places = {names[layer]: dim for layer, dim in watch.places()}
-    if dropout and drops:  # one of the processes may have had no memory to look
+    if dropout and dropouts:  # one of the processes may have had no memory to look
         places = strategy.collectives.broadcast(places)
-        for name, module in modules.items():
-            if isinstance(module, RowDropout):
-                module.row_dim = places.get(name)
+        for name, module in dropouts.items():
+            module.row_dim = places.get(name)
     if not is_several:
         return Own()
     for name, module in modules.items():
@@ -249,10 +250,11 @@ class Watch:
         for layer, inputs in self.inputs.items():
             many = [each for each in inputs if each.rows == ROWS]
             few = [each for each in inputs if each.rows == CUT]
+            # Shares may call it more or less often, e.g. once a word: each call has to be the same.
+            by_values = len(many) != len(few)
+            pairs = zip(many, few, strict=False)
             known = self._places.setdefault(layer, set())
-            known |= {rows_at(layer, a, b) for a, b in zip(many, few, strict=False)}
-            if len(many) != len(few):
-                known.add(None)
+            known |= {rows_at(layer, a, b, by_values=by_values) for a, b in pairs}
         self.called |= self.inputs.keys()
         self.inputs = {}
 
@@ -264,31 +266,41 @@ class Watch:
 
 
 class Input:
-    """What a layer got: its sizes, and a sum for each row by the dimension that may be the rows."""
+    """What a layer got: its sizes, and a corner of each row by the dimension that may be the rows,
+    of which a row may have several places one after another."""
 
     def __init__(self, rows: int, x: Tensor) -> None:
         self.rows, self.sizes = rows, tuple(x.shape)
-        self.sums = {
-            dim: x.detach().movedim(dim, 0).reshape(rows, -1).double().sum(1)
+        self.corners = {
+            dim: corner(x.detach().movedim(dim, 0).unflatten(0, (rows, -1))[:CUT])
             for dim, size in enumerate(self.sizes)
             if size and size % rows == 0
         }
 
 
-def rows_at(layer: Any, many: Input, few: Input) -> int | None:
-    """The dimension that is the rows: there are as many more of them, and the first ones are the
-    same. A row may have several places one after another."""
+def corner(rows: Tensor) -> Tensor:
+    return rows[(slice(None), *[slice(CORNER)] * (rows.ndim - 1))].clone()
+
+
+def rows_at(layer: Any, many: Input, few: Input, *, by_values: bool) -> int | None:
+    """The dimension that is the rows: there are more of them, and the first ones are the same as
+    far as both are long. If it is one of as many as the rows are, and no other grows, its values
+    need not be compared."""
+    if len(many.sizes) != len(few.sizes):
+        return None
     dims = [
         dim
-        for dim in many.sums.keys() & few.sums.keys()
-        if many.sizes[dim] * CUT == few.sizes[dim] * ROWS
-        and layer.takes(dim, len(many.sizes))
-        and len(many.sizes) == len(few.sizes)
+        for dim in sorted(many.corners.keys() & few.corners.keys())
+        if many.sizes[dim] > few.sizes[dim] and layer.takes(dim, len(many.sizes))
     ]
-    if len(dims) == 1 and many.sizes[dims[0]] == ROWS:
+    if len(dims) == 1 and many.sizes[dims[0]] == ROWS and not by_values:
         return dims[0]
-    for dim in sorted(dims):
-        a, b = many.sums[dim][:CUT], few.sums[dim]
-        if torch.allclose(a, b, rtol=CLOSE, atol=CLOSE * float(b.abs().max())):
-            return dim
-    return None
+    return next((dim for dim in dims if is_alike(many.corners[dim], few.corners[dim])), None)
+
+
+def is_alike(one: Tensor, other: Tensor) -> bool:
+    common = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
+    one, other = one[common], other[common]
+    near = max(CLOSE, ROUNDINGS * torch.finfo(one.dtype).eps)
+    size = float(other.abs().max())
+    return size > 0 and torch.allclose(one, other, rtol=near, atol=near * size)

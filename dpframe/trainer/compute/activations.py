@@ -1,7 +1,6 @@
 """Blocks whose activations are computed again in the backward, instead of kept: less memory."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpframe.errors import UserError
-from dpframe.rows import EachTime, Forward
+from dpframe.rows import EachTime, Forward, buffers_kept
 from dpframe.util.patterns import blocks, match_modules
 
 KEY = "trainer.checkpoint_activations"
@@ -30,7 +29,7 @@ class Recomputed(nn.Module):
         if torch.compiler.is_compiling():  # a compiled graph changes buffers once by itself
             return checkpoint(forward, *args, use_reentrant=False)
         before = Forward()
-        contexts = before.kept(), EachTime(partial(_buffers_kept, self), before.again)
+        contexts = before.kept(), EachTime(partial(buffers_kept, self), before.again)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
 
 
@@ -62,15 +61,3 @@ def drop_activations(task: nn.Module, choice: bool | str | Sequence[str] | None)
 def _recomputed(kind: Any) -> type[nn.Module]:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (Recomputed, kind), names)
-
-
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """E.g. running statistics, which the first forward has updated already."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
