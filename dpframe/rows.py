@@ -126,6 +126,16 @@ class Ongoing:
 ongoing = Ongoing()
 
 
+OUTSIDE: dict[str, Callable[..., Any]] = {}
+
+
+def outside_of_graphs(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """By torch.compiler.disable, which imports dynamo, and would be another function each time."""
+    if name not in OUTSIDE:
+        OUTSIDE[name] = torch.compiler.disable(call)
+    return OUTSIDE[name]
+
+
 class OverridableProperty:
     """A property that a task of its own may set to something else, e.g. `self.rank = 8`."""
 
@@ -252,9 +262,8 @@ def _that_gathers(context: Any, who: str) -> Any:
 
 
 def _drawn(task: Any, name: str, size: Any, **options: Any) -> Tensor:
-    draw = _draw
-    if torch.compiler.is_compiling():  # a generator is no part of a graph
-        draw = torch.compiler.disable(draw)
+    # A generator is no part of a graph.
+    draw = outside_of_graphs("draw", _draw) if torch.compiler.is_compiling() else _draw
     sizes = size[0] if size and isinstance(size[0], list | tuple) else size
     numbers = [
         each for each in sizes if hasattr(each, "__index__") and not getattr(each, "ndim", 0)

@@ -303,6 +303,14 @@ class Recomputing(OfRows):
         return {"loss": (self.net[3](x) - batch[1][:, :1]).square().mean()}
 
 
+class Compiles(OfRows):
+    """Calls torch.compile itself."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        compiled = torch.compile(self.net, backend="eager")
+        return {"loss": (compiled(batch[0].flatten(1)) - batch[1][:, :1]).square().mean()}
+
+
 class Sampled(OfRows):
     """A validation that draws masks."""
 
@@ -349,6 +357,7 @@ USES: dict[str, tuple[Any, Any, Any]] = {
     "averaged": (OfRows, layers, images),
     "masks in validation": (Sampled, layers, images),
 }
+ALONE: dict[str, tuple[Any, Any, Any]] = {"compiles": (Compiles, layers, images)}
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "recomputed": {"checkpoint_activations": ["net.1", "net.2"]},
     "averaged": {"callbacks": [EMA(0.5)]},
@@ -358,5 +367,5 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def case_of(name: str) -> tuple[Task, Data]:
-    task, net, data = (NETS | USES)[name]
+    task, net, data = (NETS | USES | ALONE)[name]
     return task(net(), OPTIMIZERS.get(name, OPTIMIZER)), Data(data)

@@ -2,16 +2,17 @@
 
 import pickle
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from exact_nets import NETS, SETTINGS_OF, USES, case_of
-from forked import on
+from forked import fresh, on
 from recorded import once
 from small import Hooks, fitted
 
-from dpframe import Strategy
+from dpframe import Strategy, UserError
 from dpframe.strategies import CPU, DDP, FSDP, DataParallel
 
 EXACT = 1e-10
@@ -122,3 +123,66 @@ def test_however_it_is_used_it_is_as_in_one_process(place, name):
     state, metrics, own = uses_in(place)[name]
     assert own == ""
     check(state, metrics, *uses_in("cpu")[name][:2])
+
+
+def compiled(strategy: Strategy, name: str, settings: Any) -> tuple[Any, int, int]:
+    """The run, the graphs of it, and how often one ended within a step."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with pytest.MonkeyPatch.context() as patched:
+        compile = torch.compile
+        patched.setattr(torch, "compile", lambda call, mode=None, backend=backend, **options: (
+            compile(call, backend=backend, **options)
+        ))  # fmt: skip
+        run = trained(strategy, name, **settings)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return run, len(graphs), breaks.total()
+
+
+COMPILED: dict[str, Any] = {"compile": True, "max_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "graphs"), [("vit", CPU(), 2), ("gpt", DataParallel(2, "cpu"), 2)]
+)
+def test_a_compiled_step_with_dropout_by_row_is_a_graph_for_each_size(name, strategy, graphs):
+    run, found, breaks = fresh(compiled, strategy, name, COMPILED)
+    assert (found, breaks) == (graphs, 0)
+    check(*run[:2], *trained(CPU(), name, max_epochs=2)[:2])
+
+
+def test_a_compiled_step_with_batch_norm_of_all_rows_ends_a_graph_at_each(caplog):
+    run, graphs, breaks = on(DDP(2, "cpu"), compiled, "recomputed", {**COMPILED, **PLAIN})
+    assert graphs and breaks
+    check(*run[:2], *trained(CPU(), "recomputed", max_epochs=2, **PLAIN)[:2])
+
+
+PLAIN: dict[str, Any] = {"checkpoint_activations": None}
+
+
+@pytest.mark.parametrize("strategy", [CPU(), DataParallel(2, "cpu")], ids=lambda s: s.name)
+def test_a_model_that_is_compiled_by_its_task_drops_the_same(strategy):
+    run, _, _ = fresh(compiled, strategy, "compiles", {})
+    check(*run[:2], *trained(CPU(), "recomputed", **PLAIN)[:2])
+
+
+COMPILES = {"mode": "default", "fullgraph": True}
+REFUSED = [
+    (DDP(2, "cpu"), {"compile": COMPILES}, "trainer.compile.fullgraph=true wants one graph, and a"),
+    (
+        CPU(),
+        {"compile": True, "checkpoint_activations": "net.2"},
+        "trainer.dropout=row can't count",
+    ),
+    (CPU(), {"logical_replicas": 2}, "trainer.batch_norm=global with trainer.logical_replicas=2"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "settings", "said"), REFUSED)
+def test_what_can_not_be_exact_is_one_line(strategy, settings, said):
+    with pytest.raises(UserError, match=said):
+        on(strategy, partial(trained, name="lbfgs", **settings))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpframe import seeding
 from dpframe.errors import UserError
-from dpframe.rows import CurrentShare, current_share
+from dpframe.rows import CurrentShare, current_share, outside_of_graphs
 
 KEPT_NUMBERS = 1 << 16  # of a row, up to which its hashes are kept from call to call
 ALPHA = 1.7580993408473766  # AlphaDropout gives what it drops minus this
@@ -49,7 +49,9 @@ def scale(p: float) -> float:
 def keep_rows(x: Tensor, p: float, dim: int, layer: int, *, channels: bool = False) -> Tensor:
     """Which numbers of `x` the layer keeps in this call; `channels`: of each of these all."""
     share = current_share
-    if torch.compiler.is_compiling():  # `begin` has been called, and sizes may be any
+    if torch.compiler.is_compiling():  # in which sizes may be any
+        if share.seed is None:  # a model of one's own is compiled
+            outside_of_graphs("begin", begin_in_graph)(share, x.device)
         hashes, rows = _hashes, share.keys.shape[0]
     else:
         if share.seed is None or (rows := len(share.keys)) != share.rows:
@@ -83,8 +85,8 @@ def keep_rows(x: Tensor, p: float, dim: int, layer: int, *, channels: bool = Fal
     return kept.reshape(shape)
 
 
-def begin(share: CurrentShare, device: torch.device, *, as_tensor: bool = False) -> None:
-    """Before the first call in a step; `as_tensor`: for a graph, which takes a seed as a tensor."""
+def begin(share: CurrentShare, device: torch.device) -> None:
+    """Before the first call in a step."""
     if not share.rows:
         raise UserError(
             "dropout by row was used outside of a step, where rows have no places in a batch; a "
@@ -99,13 +101,19 @@ def begin(share: CurrentShare, device: torch.device, *, as_tensor: bool = False)
     context = share.context
     by = () if share.turn is None else (context.epoch, crc32(share.turn.encode()))
     share.seed = seeding.mix(context.seed, *by, context.batch_index)
-    if as_tensor:
-        share.seed = torch.tensor(share.seed, device=device)
     places = share.places
     if isinstance(places, range):
         share.keys = _keys_of_range(places.start, places.stop, device)
     else:
         share.keys = _keys(torch.as_tensor(places, device=device))
+
+
+def begin_in_graph(share: CurrentShare, device: torch.device) -> None:
+    """Likewise, for a graph, in which a number would be a constant. `device` may have no index: in
+    a replica's thread it is the replica's GPU."""
+    zero = torch.zeros((), dtype=torch.int64, device=device.type)
+    begin(share, zero.device)
+    share.seed = zero + share.seed
 
 
 @lru_cache(64)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpframe.layers.batch_norm import OfAllRows, is_shared
 from dpframe.layers.dropout import ALPHA, keep_rows, scale
-from dpframe.rows import buffers_kept, current_share, ongoing
+from dpframe.rows import buffers_kept, current_share, ongoing, outside_of_graphs
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ALPHAS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -52,10 +52,12 @@ class GlobalBatchNorm(Exact):
         uses_batch = self.training or self.running_mean is None
         if ongoing.watch is None and not (uses_batch and is_shared()):
             return super().forward(x, *args, **kwargs)
-        return self._of_all_rows(x, *args, **kwargs)
+        call = GlobalBatchNorm.of_all_rows
+        if torch.compiler.is_compiling():
+            call = outside_of_graphs("batch_norm", call)
+        return call(self, x, *args, **kwargs)
 
-    @torch.compiler.disable
-    def _of_all_rows(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def of_all_rows(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with OfAllRows() as batch_norms:
             y = super().forward(x, *args, **kwargs)
         if ongoing.watch is not None and not batch_norms.count:
@@ -121,6 +123,16 @@ def convert(task: nn.Module, *, batch_norm: bool, dropout: bool) -> None:
         elif dropout and isinstance(module, DROPOUTS) and is_torchs(module):
             _become(module, _put_before(RowDropout, kind))
             vars(module).update(key=crc32(name.encode()), row_dim=dims)
+
+
+def drops_by_row(task: nn.Module) -> bool:
+    return any(isinstance(module, RowDropout) for module in task.modules())
+
+
+def gathering_norms(task: nn.Module, strategy: Any) -> int:
+    """How many BatchNorms gather in training what other replicas have."""
+    norms = (module for module in task.modules() if isinstance(module, GlobalBatchNorm))
+    return sum(norm.training for norm in norms) if strategy.replicas > 1 else 0
 
 
 def _become(module: Any, kind: type[nn.Module]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from dpframe.errors import UserError, listed
+from dpframe.layers.exact import drops_by_row, gathering_norms
 from dpframe.metrics import Means
 from dpframe.schedules import Warmed, count
 from dpframe.strategies.base import Strategy
@@ -193,6 +194,9 @@ def wrap_steps(
         return
     compiled = None
     if mode is not None:
+        settings.check_compiled_layers(
+            gathers=bool(gathering_norms(task, strategy)), drops_by_row=drops_by_row(task)
+        )
         compiled = Compiled(**{**settings.compile_options, "mode": mode})
     for name, update in updates.items():
         step = TrainStep(task, precision.autocast, name, compiled)
@@ -213,6 +217,8 @@ def notes_of(
             f"trainer.compile.mode={settings.compile_mode}: the first step may take minutes to "
             "compile"
         )
+        if norms := gathering_norms(task, strategy):
+            yield f"trainer.batch_norm=global ends a graph at each BatchNorm layer, of {norms}"
     if resting := modules_in_eval_mode(task):
         yield (
             f"stays in evaluation mode in training: {', '.join(resting)}; call train() on it in "

@@ -226,6 +226,7 @@ class TrainerSettings:
             (f"precision={self.precision}", self.precision == "fp16", own, "precision=bf16 or 32"),
             (f"compile.mode={mode}", mode in CUDA_GRAPH_MODES, own, "compile.mode=default"),
             ("cudnn_benchmark=true", self.cudnn_benchmark, BY_SPEED, "cudnn_benchmark=false"),
+            ("batch_norm=global", self.has_global_batch_norm, own, "batch_norm=replica"),
         ):
             if is_refused:
                 raise UserError(
@@ -254,6 +255,19 @@ class TrainerSettings:
             raise UserError(
                 f"trainer.compile.fullgraph=true wants one graph, and {strategy} gathers weights "
                 "between those of its blocks; leave it out"
+            )
+
+    def check_compiled_layers(self, *, gathers: bool, drops_by_row: bool) -> None:
+        if gathers and self.compile_options["fullgraph"]:
+            raise UserError(
+                "trainer.compile.fullgraph=true wants one graph, and a BatchNorm of the global "
+                "batch gathers between two; leave it out, or use trainer.batch_norm=replica"
+            )
+        if drops_by_row and self.checkpoint_activations:
+            raise UserError(
+                "trainer.dropout=row can't count its masks in blocks that a graph computes again; "
+                f"leave out trainer.checkpoint_activations={self.checkpoint_activations}, or use "
+                "trainer.dropout=replica or trainer.compile.mode=null"
             )
 
     def _check_compile(self) -> None:

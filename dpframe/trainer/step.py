@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from dpframe.data import Batch, Share, placed, split
 from dpframe.errors import UserError, miscalled
 from dpframe.launch.watchdog import beat
+from dpframe.layers.dropout import begin_in_graph
+from dpframe.layers.exact import drops_by_row
 from dpframe.parameters import has_sparse
 from dpframe.rows import current_share, ongoing
 from dpframe.strategies.base import Strategy
@@ -156,6 +158,7 @@ class TrainStep(nn.Module):
         self.turn = (turn,) if turn else ()
         self.compiled = compiled
         self.has_sparse = has_sparse(task)
+        self.begins_dropout = compiled is not None and drops_by_row(task)
 
     def forward(self, share: Share, of: float) -> tuple[Tensor, list[Measured]]:
         """A share has `rows` of the step's rows; `of` is all rows over the replicas averaged over.
@@ -172,6 +175,8 @@ class TrainStep(nn.Module):
             step = partial(self.compiled, self.task)
         current_share.of(share, self.task.run_context, *self.turn or ("",))
         try:
+            if self.begins_dropout:
+                begin_in_graph(current_share, self.task.device)
             if self.autocast is None:
                 output = step(share.batch, *self.turn)
             else:
