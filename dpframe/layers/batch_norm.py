@@ -124,6 +124,6 @@ class OfAllRows(TorchFunctionMode):
         if function is F.batch_norm:
             self.count += 1
             is_training = kwargs.get("training", args[5] if len(args) > 5 else False)
-            if is_training and ongoing.watch is None:
-                return batch_norm(*args, **kwargs)
+            if is_training:  # a watched row is to be the same beside any others
+                return batch_norm(*args, **kwargs) if ongoing.watch is None else args[0]
         return function(*args, **kwargs)

@@ -84,7 +84,7 @@ def find_own(
     task, strategy, source = placed.task, placed.strategy, feed.source
     batch_norm, dropout = settings.has_global_batch_norm, settings.drops_by_row
     own, watch, drawn = Own(), Watch(), list[Drawn]()
-    convert(task, batch_norm=batch_norm, dropout=True)  # which tells the watch of its inputs
+    convert(task, batch_norm=True, dropout=True)  # which the watch can see
     modules = {name: module for name, module in task.named_modules() if module.training}
     is_several = strategy.replicas > 1 and not strategy.logical_shares
     dropouts = {name: m for name, m in task.named_modules() if isinstance(m, RowDropout)}
@@ -144,7 +144,7 @@ def _refuse_divided(
     if not is_several or not (source.is_divided or source.is_by_rank):
         return
     for module in modules:
-        if isinstance(module, GlobalBatchNorm):
+        if settings.has_global_batch_norm and isinstance(module, BATCH_NORMS):
             key, kind = KEYS["BatchNorm"], "BatchNorm"
         elif settings.drops_by_row and isinstance(module, RowDropout):
             key, kind = KEYS["Dropout"], "Dropout"
