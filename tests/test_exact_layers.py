@@ -11,8 +11,9 @@ from exact_nets import NETS, SETTINGS_OF, USES, case_of
 from forked import fresh, on
 from recorded import once
 from small import Hooks, fitted
+from torch.utils.data import TensorDataset
 
-from dpframe import Strategy, UserError
+from dpframe import DataModule, Strategy, Task, UserError
 from dpframe.strategies import CPU, DDP, FSDP, DataParallel
 
 EXACT = 1e-10
@@ -186,3 +187,40 @@ REFUSED = [
 def test_what_can_not_be_exact_is_one_line(strategy, settings, said):
     with pytest.raises(UserError, match=said):
         on(strategy, partial(trained, name="lbfgs", **settings))
+
+
+class Classifies(Task):
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), y)}
+
+
+class Photos(DataModule):
+    def train_dataset(self) -> Any:
+        x = torch.randn(11, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, torch.arange(11) % 4)
+
+    def val_dataset(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("library", "make"),
+    [
+        ("torchvision", lambda of: of.models.resnet18(num_classes=4)),
+        ("torchvision", lambda of: of.models.mobilenet_v3_small(num_classes=4)),
+        ("timm", lambda of: of.create_model("efficientnet_b0", num_classes=4)),
+    ],
+    ids=["resnet18", "mobilenet_v3", "efficientnet_b0"],
+)
+def test_a_model_of_a_library_is_as_in_one_process(library, make):
+    package = pytest.importorskip(library)
+    settings = {**SETTINGS, **UNCHECKED, "limit_train_batches": 2}
+
+    def run(strategy: Strategy) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        task = Classifies(make(package), partial(torch.optim.SGD, lr=0.001))
+        made = fitted(task, Photos(6), strategy=strategy, **settings)
+        return made.task.state_dict(), made.metrics
+
+    check(*run(DataParallel(2, "cpu")), *run(CPU()))
