@@ -218,7 +218,7 @@ def notes_of(
             "compile"
         )
         if norms := gathering_norms(task, strategy):
-            yield f"trainer.batch_norm=global ends a graph at each BatchNorm layer, of {norms}"
+            yield f"trainer.batch_norm=global: a graph ends at BatchNorm layers ({norms})"
     if resting := modules_in_eval_mode(task):
         yield (
             f"stays in evaluation mode in training: {', '.join(resting)}; call train() on it in "
