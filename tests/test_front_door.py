@@ -32,6 +32,8 @@ FRIENDS = {
         "dpframe.data": "sets_of: what a recipe's data has, for the reference",
         "dpframe.errors": "OutOfMemory: a course that does not fit is no failed check",
         "dpframe.metrics": "Means: the reference's are those of the loop",
+        "dpframe.layers.exact": "the reference has the layers of a run",
+        "dpframe.trainer.checks.own": "which layers are each replica's own",
         "dpframe.strategies.base": "NO_GATHER: a refusal that a check expects",
         "dpframe.task": "TaskContext: the reference runs a task without a Trainer",
         "dpframe.trainer.compute": "dynamo: the reference imports as little as the loop",

@@ -228,8 +228,8 @@ def _predicted(evidence: Evidence) -> str:
         return ""
     by_rows = nests_apart(predict(3), expected, TOLERANCE)
     why = "its predict_step returns other numbers for shares than for a batch; " if by_rows else ""
-    name = course.recipe.name
-    return f"{name} predicts something else than on the CPU: {why}they first differ in {apart}"
+    what = f"{course.recipe.name} predicts something else than on the CPU"
+    return f"{what}: {why}they first differ in {apart}"
 
 
 # ---- the numbers: weights, losses and metrics beside the reference's
@@ -238,24 +238,22 @@ def _predicted(evidence: Evidence) -> str:
 def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Outcome:
     """Compares the `weights`, `loss` and `metrics` of a course, or of all that have a curve."""
     names = [of] if of else evidence.curves
-    runs = [(evidence.main[name].steps, evidence.courses[name]) for name in names]
-    updates = ", ".join(f"{steps} of {course.recipe.name}" for steps, course in runs)
-    causes: dict[str, str] = {}
-    most = 0.0
+    steps = (f"{evidence.main[n].steps} of {evidence.courses[n].recipe.name}" for n in names)
+    compared = evidence.courses[of].compared if of else f"updates: {', '.join(steps)}"
+    causes, most = dict[str, str](), 0.0
     for name in names:
         for part in parts:
             apart = _weights(evidence, name) if part == "weights" else _log(evidence, name, part)
             most = max(most, apart.most)
             if apart.where:
                 causes.setdefault(name, apart.where)  # the rest follows from the first
-    compared = evidence.courses[of].compared if of else f"updates: {updates}"
-    return Outcome(compared, most, "; ".join(causes.values()))
+    return Outcome(compared, most, "; ".join(causes.values()), "" if of else evidence.left_out)
 
 
 def _weights(evidence: Evidence, name: str) -> Apart:
     course, runs = evidence.courses[name], evidence.of_each(name)
     actual, causes = runs[0].weights, []
-    tolerance = evidence.tolerance if name == "recipe" else course.tolerance
+    tolerance = evidence.tolerances[0] if name == "recipe" else course.tolerance
     apart = weights_apart(actual, evidence.expected(name).weights, tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
@@ -276,12 +274,13 @@ def _weights(evidence: Evidence, name: str) -> Apart:
 
 
 def _log(evidence: Evidence, name: str, part: str) -> Apart:
-    course = evidence.courses[name]
-    expected = evidence.expected(name)
-    others = evidence.separable.others if name == "recipe" else frozenset()
+    course, expected = evidence.courses[name], evidence.expected(name)
+    is_recipe = name == "recipe"
+    tolerance = evidence.tolerances[1] if is_recipe else course.tolerance
+    others = evidence.separable.others if is_recipe else frozenset()
     names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
     comparable = _comparable(names, others)
-    apart = logs_apart(evidence.main[name].log, expected, comparable, course.tolerance)
+    apart = logs_apart(evidence.main[name].log, expected, comparable, tolerance)
     return Apart(apart.most, apart.where and f"{course.recipe.name}: {apart.where}")
 
 
@@ -297,10 +296,10 @@ def mean_over_rows(evidence: Evidence) -> Outcome:
     return Outcome(separable.compared, measured if separable.compared else None, separable.coupled)
 
 
-def gathered(evidence: Evidence) -> Outcome:
-    if any(run.refusal for run in evidence.of_each("gathered")):
+def gathered(evidence: Evidence, of: str = "gathered") -> Outcome:
+    if any(run.refusal for run in evidence.of_each(of)):
         return Outcome(f"none: {evidence.main['facts']['name']} has no gather_rows", None)
-    return curves(evidence, of="gathered")
+    return curves(evidence, of=of)
 
 
 # ---- evaluation
@@ -416,6 +415,7 @@ CHECKS: dict[str, Check] = {
     "few_rows": (partial(curves, of="few_rows"), "shares", "few_rows"),
     "weighted": (partial(curves, of="weighted"), "shares", "weighted"),
     "gathered": (gathered, "shares", "gathered"),
+    "exact_layers": (partial(gathered, of="exact_layers"), "exact_layers"),
     "gradient_sync": (gradient_sync, "watched"),
     "bits": (bits, "bits"),
     "random_numbers": (random_numbers, "watched"),
@@ -442,8 +442,9 @@ def judge(name: str, evidence: Evidence) -> Finding:
     check, *needs = CHECKS[name]
     if not all(map(evidence.has, needs)):
         return Finding(name, "", "not measured", None)
-    compared, measured, cause = check(evidence)
+    compared, measured, cause, left_out = check(evidence)
     if measured is None:
         return Finding(name, compared, "-", None)
     measured = measured if isinstance(measured, str) else f"{measured:.1e}"
-    return Finding(name, compared, measured, not cause, cause)
+    passed = None if left_out and not cause else not cause
+    return Finding(name, compared, measured, passed, cause, "" if cause else left_out)

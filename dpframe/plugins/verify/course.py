@@ -1,5 +1,6 @@
 """The kit's own tasks and data, and courses: short trainings for the strategy and the reference."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,13 +15,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpframe import DataModule, Task, TrainerSettings
 from dpframe.data import sets_of
+from dpframe.layers.exact import DROPOUTS, convert, is_torchs
 from dpframe.plugin import Source, seeding
+from dpframe.trainer.checks.own import Own, kind_of
 
 TOLERANCE = 1e-12
 FLOAT32_TOLERANCE = 1e-5
 HELD_OUT_ROWS = 11
 TABLE_ROWS = 4096
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+TRAINS_NOTHING = "it trains nothing"
 
 # ---- tasks and their data
 
@@ -68,13 +71,20 @@ class Contrastive(Small):
         return {"loss": scores.logsumexp(dim=1).mean(), "rows": float(len(gathered))}
 
 
-class Watched(Small):
-    """Has BatchNorm and dropout. Remembers what it draws, in which mode it is validated, and its
-    gradients after each backward: at the next one's forward, and in the optimizer."""
+class Normed(Small):
+    """Has BatchNorm and dropout."""
 
     def __init__(self) -> None:
         norm = nn.BatchNorm1d(8)
         super().__init__(nn.Linear(3, 8), norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+class Watched(Normed):
+    """Remembers what it draws, in which mode it is validated, and its
+    gradients after each backward: at the next one's forward, and in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.seen: dict[str, list] = {"drawn": [], "modes": [], "gradients": []}
 
     def configure_optimizer(self) -> torch.optim.Optimizer:
@@ -176,7 +186,7 @@ class Course:
     is_small: bool = True  # so that every process may keep its weights
     is_saved: bool = False  # within the second epoch, and resumed from there
     logical_replicas: int | None = None
-    is_without_dropout: bool = False  # which draws other masks on other shares
+    is_without_dropout: bool = False  # but for what is dropped by row
     epochs = 2
 
     def build(self) -> tuple[Task, "FirstRows"]:
@@ -185,7 +195,7 @@ class Course:
         task = self.recipe.task()
         task.scale_lr = None  # of the Trainer, whatever the strategy
         if self.is_without_dropout:
-            for module, name in dropouts(task):
+            for _, module, name in dropouts(task, self.recipe.settings):
                 setattr(module, name, 0.0)
         return task, FirstRows(self.recipe.data(), self)
 
@@ -220,6 +230,12 @@ class Course:
 KIT = Recipe("the kit's network", Small, Table)
 WEIGHTED = Recipe("the kit's weighted network", Weighted, Table)
 CONTRASTIVE = Recipe("the kit's contrastive network", Contrastive, Table)
+EXACT_LAYERS = Recipe(
+    "the kit's network with exact BatchNorm and dropout",
+    Normed,
+    Table,
+    TrainerSettings(exact_layers=True),
+)
 WATCHED = Recipe("the kit's network with BatchNorm and dropout", Watched, Table)
 LARGE = Recipe("the kit's network of 9,889 weights", Large, Table)
 
@@ -238,6 +254,7 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
         "accumulation": Course(KIT, "5 batches an update, then 2", 4, accumulate=5),
         "few_rows": Course(KIT, f"batches of {few} on {replicas} replicas", few, 2 * few + 1),
         "gathered": Course(CONTRASTIVE, f"batches of {many}, then {few}", many, 2 * many + few),
+        "exact_layers": Course(EXACT_LAYERS, "BatchNorm and dropout as on one", accumulate=2),
         "weighted": Course(WEIGHTED, "a mean over weights, not rows", 4, accumulate=2),
         "float32": Course(LARGE, "batches of 100, 9,889 weights", 100, 250, precision="32"),
         "watched": four_rows_each(6, Course(WATCHED, accumulate=3, precision="32", is_saved=True)),
@@ -248,8 +265,9 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
             recipe, accumulate=accumulate, is_small=False, is_saved=True, is_without_dropout=True
         )
         task = course.build()[0]
-        # BatchNorm refuses a share of one row.
-        is_even = task.has_own("training_step") and bool(why_not(task))
+        # A replica's own BatchNorm refuses a share of one row.
+        has_norms = bool(own_layers(recipe, replicas).layers["BatchNorm"])
+        is_even = task.has_own("training_step") and (has_norms or bool(why_not(task, recipe)))
         results["recipe"] = four_rows_each(3, course) if is_even else course
         if count := recipe.settings.logical_replicas:
             results["bits"] = replace(
@@ -334,27 +352,39 @@ def takes_turns(task: Task) -> bool:
     return True
 
 
-def dropouts(task: Task) -> list[tuple[nn.Module, str]]:
-    """The modules that drop in training, and the attribute that says how much."""
+def dropouts(task: Task, settings: TrainerSettings) -> list[tuple[str, nn.Module, str]]:
+    """The modules of each replica's own masks, and the attribute that says how much they drop."""
     found = []
-    for module in task.modules():
+    for path, module in task.named_modules():
+        if settings.drops_by_row and isinstance(module, DROPOUTS) and is_torchs(module):
+            continue
         name = "p" if "Dropout" in type(module).__name__ else "dropout"
         rate = getattr(module, name, 0.0)
         if module.training and isinstance(rate, float) and rate > 0:
-            found.append((module, name))
+            found.append((path, module, name))
     return found
 
 
-def why_not(task: Task) -> str:
-    """Why this task's curve can't be the same on every strategy; empty if it can."""
+def own_layers(recipe: Recipe, replicas: int) -> Own:
+    """Which of its layers the replicas compute each for itself."""
+    task, settings = recipe.task(), recipe.settings
+    dropped = dropouts(task, settings)
+    convert(task, batch_norm=settings.has_global_batch_norm, dropout=settings.drops_by_row)
+    kinds = Counter(kind_of(module) for module in task.modules() if module.training)
+    own = Own(Counter({kind: count for kind, count in kinds.items() if kind}))
+    if replicas == 1:
+        del own.layers["BatchNorm"]
+    own.others = [f"{path} (dropout)" for path, module, _ in dropped if not kind_of(module)]
+    return own
+
+
+def why_not(task: Task, recipe: Recipe) -> str:
+    """Why this task has no curve that the kit can compute; empty if it has."""
     if not task.has_own("training_step"):
-        return "it trains nothing"
+        return TRAINS_NOTHING
     if takes_turns(task):
         return "its optimizers take turns, and the kit computes the steps of one"
-    for name, module in task.named_modules():
-        if task.training and not module.training:  # e.g. a teacher: it stays so
-            continue
-        if isinstance(module, BATCH_NORMS):
-            kind = type(module).__name__
-            return f"{name} is a {kind}: other shares have other batch statistics"
+    for path, module in task.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not recipe.settings.has_global_batch_norm:
+            return f"{path} is a SyncBatchNorm, which a CPU has by trainer.batch_norm=global alone"
     return ""

@@ -1,5 +1,6 @@
 """How far two runs are apart: the largest relative difference, and where it is."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 INFINITY = float("inf")
+LEAST = 1e-3  # of the largest number, which others count as at least
 ROUNDINGS = 16  # roundings that may add up in a mean of rounded numbers
 Log = dict[str, list[tuple[int, float]]]
 """By name, the points of a curve: a step, and the number that was logged."""
@@ -35,7 +37,10 @@ def weights_apart(actual: Weights, expected: Weights, tolerance: float) -> Apart
     if [t.shape for t in actual.values()] != [t.shape for t in expected.values()]:
         return Apart(INFINITY, f"these are not the task's own tensors: {', '.join(actual)}")
     pairs = zip(actual.values(), expected.items(), strict=True)
-    apart = [(largest(relative(mine, its)), name) for mine, (name, its) in pairs]
+    # A tensor that is 0 but for rounding, e.g. a bias before a BatchNorm, has no size of its own.
+    sizes = [float(its.abs().max()) for its in expected.values() if its.numel()]
+    floor = LEAST * max(filter(math.isfinite, sizes), default=0.0)
+    apart = [(largest(relative(mine, its, floor=floor)), name) for mine, (name, its) in pairs]
     most, name = max(apart, default=(0.0, ""))
     return Apart(most, "" if most <= tolerance else f"most in {name}")
 
@@ -49,7 +54,7 @@ def logs_apart(actual: Log, expected: Curve, names: Iterable[str], tolerance: fl
             return Apart(INFINITY, f"{len(mine)} points of {name} were logged, {len(its)} are due")
         rounding = _rounding_of(name, expected.rounding)
         # A number that is nearly 0 by chance, e.g. the loss of one row, lacks its last digits.
-        least = 1.0 if rounding else 1e-3
+        least = 1.0 if rounding else LEAST
         apart = relative([value for _, value in mine], [value for _, value in its], least)
         most = max(most, largest(apart))
         for i in (apart > max(tolerance, rounding)).nonzero().flatten().tolist()[:1]:
@@ -111,12 +116,13 @@ def rounding_of(value: Any) -> float:
     return torch.finfo(torch.float32).eps if torch.equal(number.float().double(), number) else 0.0
 
 
-def relative(actual: Any, expected: Any, least: float = 1.0) -> Tensor:
-    """Elementwise, to the expected number or at least to this part of the largest of all."""
+def relative(actual: Any, expected: Any, least: float = 1.0, floor: float = 0.0) -> Tensor:
+    """Elementwise, to the expected number or at least to this part of the largest of all, and to
+    `floor`."""
     mine, its = (torch.as_tensor(value, dtype=torch.float64).cpu() for value in (actual, expected))
     size = its.abs().nan_to_num()
     if its.numel():
-        size = size.clamp(min=least * float(size.max()))
+        size = size.clamp(min=max(least * float(size.max()), floor))
     apart = (mine - its).abs() / torch.where(size == 0, 1.0, size)
     apart = torch.where(mine.isnan() & its.isnan(), 0.0, apart)  # both say: there is no number
     return apart.nan_to_num(nan=INFINITY, posinf=INFINITY)

@@ -19,16 +19,19 @@ SHOWN = 6  # numbers of a long list
 
 @dataclass(frozen=True)
 class Finding:
-    """`passed` is None where there was nothing to look at."""
+    """`passed` is None where there was nothing to look at, or not all."""
 
     check: str
     compared: str
     measured: str
     passed: bool | None
     cause: str = ""
+    left_out: str = ""  # what was not looked at: "by choice: ", or "left out: ", and why
 
     @property
     def result(self) -> str:
+        if self.left_out:
+            return self.left_out
         return {True: "pass", False: "FAIL", None: "-"}[self.passed]
 
 
@@ -38,6 +41,7 @@ class Outcome(NamedTuple):
     compared: str
     measured: float | str | None  # None: there was nothing to look at
     cause: str = ""  # in words, if something is wrong
+    left_out: str = ""  # as a Finding's
 
 
 @dataclass
@@ -72,7 +76,7 @@ class Evidence:
     @cached_property
     def separable(self) -> Separable:
         recipe = self.courses.get("recipe")
-        return Separable() if recipe is None else separable(recipe)
+        return Separable() if recipe is None else separable(recipe, self.replicas)
 
     @cached_property
     def needs_trainer(self) -> bool:
@@ -98,18 +102,25 @@ class Evidence:
     @property
     def curves(self) -> list[str]:
         """The courses whose curves all strategies share: the kit's, and the recipe's if it can."""
-        has_recipe = "recipe" in self.courses and not self.separable.reason
+        has_recipe = "recipe" in self.courses and self.separable.has_curve
         return ["kit", "recipe"] if has_recipe else ["kit"]
 
+    @property
+    def left_out(self) -> str:
+        """Of the recipe's curve; the one by logical shares has all of it."""
+        return "" if "bits" in self.courses and self.has("bits") else self.separable.left_out
+
     @cached_property
-    def tolerance(self) -> float:
-        """The tolerance of the recipe's weights, larger if rounding alone moves them farther."""
+    def tolerances(self) -> tuple[float, float]:
+        """Of the recipe's weights, and of what it logs: larger if rounding alone moves the weights
+        farther."""
         course = self.courses["recipe"]
-        expected = self.expected("recipe").weights
-        most = weights_apart(self.main["recipe"].weights, expected, course.tolerance).most
-        if not course.tolerance < most <= plain.FARTHEST or self.needs_trainer:
-            return course.tolerance
-        return max(course.tolerance, plain.sensitivity(course, self.replicas))
+        expected, least = self.expected("recipe").weights, course.tolerance
+        most = weights_apart(self.main["recipe"].weights, expected, least).most
+        if not least < most <= plain.FARTHEST or self.needs_trainer:
+            return least, least
+        weights, log = plain.sensitivity(course, self.replicas)
+        return max(least, weights), max(least, log)
 
     @property
     def saved(self) -> list[tuple[str, Course, Run]]:

@@ -23,6 +23,7 @@ from dpframe import Callback, Logger, Strategy, Task, Trainer, TrainerSettings, 
 from dpframe.plugin import call_prepare_data, checkpoint, leaves, memory, seeding
 from dpframe.plugins.verify.course import (
     CONTRASTIVE,
+    EXACT_LAYERS,
     Course,
     Frozen,
     Numbers,
@@ -145,7 +146,7 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
         try:
             results, task = _fit(strategy, course, path)
         except UserError as error:  # in every process, at the first step
-            if NO_GATHER not in str(error) or course.recipe is not CONTRASTIVE:
+            if NO_GATHER not in str(error) or course.recipe not in (CONTRASTIVE, EXACT_LAYERS):
                 raise
             return Run(refusal=str(error))
         if course.is_saved:

@@ -18,7 +18,9 @@ def run(job: Composed) -> dict[str, Any]:
     verdict = verify(strategy_of(job), recipe=recipe_of(job))
     found = None  # a sweep takes a run without a summary for one that failed
     if verdict.passed:
-        found = {"checks": {finding.check: finding.measured for finding in verdict.findings}}
+        found = {"checks": {each.check: each.measured for each in verdict.findings}}
+        if left_out := {each.check: each.left_out for each in verdict.findings if each.left_out}:
+            found["left_out"] = left_out
     show(job, str(verdict), found)
     if not verdict.passed and job.number is None and job.history is None:
         sys.exit(1)

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe import DataModule, Task, TrainerSettings
+from dpframe import DataModule, Task, Trainer, TrainerSettings
 from dpframe.data import sets_of
+from dpframe.layers.exact import BATCH_NORMS, RowDropout, convert
 from dpframe.metrics import Means
 from dpframe.plugin import Share, checkpoint, current_share, move, permutation, seeding, updated_by
 from dpframe.plugins.verify.course import Course
@@ -23,10 +24,12 @@ from dpframe.plugins.verify.distance import (
     Outputs,
     Weights,
     largest,
+    logs_apart,
     relative,
     roundings,
     weights_apart,
 )
+from dpframe.strategies import CPU
 from dpframe.task import TaskContext
 from dpframe.trainer.compute import dynamo
 from dpframe.trainer.compute.placement import with_default_dtype
@@ -38,7 +41,7 @@ from dpframe.trainer.outputs import detached, one_loss, prefixed
 from dpframe.trainer.predictions import by_rows, join
 from dpframe.trainer.step import EvalStep
 
-FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
+FARTHEST = 1e-8  # that rounding may move weights: a float32 moves them farther
 Cut = Callable[[Tensor], Sequence[Tensor]]
 """From the rows of a batch to the shares whose gradients are added up."""
 
@@ -52,6 +55,7 @@ def reference(course: Course) -> Curve:
 def train(course: Course, cut: Cut = lambda rows: [rows]) -> Curve:
     settings, (task, data) = course.settings, course.build()
     task.double()
+    _make_exact(task, course)
     data.setup()
     train: Any = data.train_dataset()
     epochs = [_updates(course, data, len(train), epoch) for epoch in range(course.epochs)]
@@ -112,18 +116,45 @@ def train(course: Course, cut: Cut = lambda rows: [rows]) -> Curve:
     return Curve(log, copy_weights(task.state_dict()), roundings(everything))
 
 
-def sensitivity(course: Course, replicas: int) -> float:
-    """How far apart the weights may end by rounding alone; 0 if that can't be told.
+def sensitivity(course: Course, replicas: int) -> tuple[float, float]:
+    """How far apart weights, and what is logged, may be by rounding alone; 0 if that can't be told.
 
     An optimizer such as Adam divides by the size of each weight's gradient: where the parts of a
     gradient almost cancel out, it makes steps of what is left, which is rounding. The reference
-    itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
+    itself then moves when it adds up the same gradients by the shares of the replicas, or by rows;
+    with BatchNorm, which has to see all rows at once, when it adds them up in another order.
     """
     cuts: list[Cut] = [lambda rows: rows.chunk(replicas), lambda rows: rows.split(1)]
-    ends = [train(course, cut).weights for cut in cuts]
-    moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
+    if any(isinstance(module, BATCH_NORMS) for module in course.build()[0].modules()):
+        cuts = [lambda rows: [rows.flip(0)]]
+    whole, ends = reference(course), [train(course, cut) for cut in cuts]
+    weights = max(weights_apart(end.weights, whole.weights, 0.0).most for end in ends)
+    log = max(logs_apart(end.log, whole, whole.log, 0.0).most for end in ends)
+    return _tolerance(weights), _tolerance(log)
+
+
+def _tolerance(moved: float) -> float:
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
-    return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
+    return min(ROUNDINGS * moved, FARTHEST) if moved <= FARTHEST else 0.0
+
+
+def _make_exact(task: Task, course: Course) -> None:
+    """Its BatchNorm and dropout layers are those of a run."""
+    settings = course.settings
+    convert(task, batch_norm=settings.has_global_batch_norm, dropout=settings.drops_by_row)
+    dims = _rows_of_layers(course) if settings.drops_by_row else {}
+    for name, module in task.named_modules():
+        if isinstance(module, RowDropout):
+            module.row_dim = dims[name]
+
+
+@lru_cache(maxsize=8)
+def _rows_of_layers(course: Course) -> dict[str, int | None]:
+    """Which dimension of its input is the rows, for each layer that drops by row."""
+    task, data = course.build()
+    with CPU() as strategy:
+        Trainer(task, data, strategy=strategy, settings=course.settings).prepare()
+    return {n: m.row_dim for n, m in task.named_modules() if isinstance(m, RowDropout)}
 
 
 def _step(task: Task, share: Share) -> Any:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from dpframe import Trainer
+from dpframe.layers.exact import BATCH_NORMS
 from dpframe.plugin import Measured, Share, current_share, default_dtype, move, seeding
-from dpframe.plugins.verify.course import Course, why_not
+from dpframe.plugins.verify.course import TRAINS_NOTHING, Course, own_layers, why_not
 from dpframe.plugins.verify.distance import ROUNDINGS, roundings
 from dpframe.strategies import CPU
 from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.few_rows import picked
+from dpframe.trainer.checks.own import Own
 from dpframe.trainer.checks.put_back import put_back
 from dpframe.trainer.checks.trial import CUT, ROWS, Trial
 from dpframe.trainer.outputs import detached, one_loss
@@ -27,17 +29,32 @@ class Separable:
     """Which numbers of a recipe are means over its rows: only those can be the same everywhere."""
 
     reason: str = ""  # why its curve can't be compared
+    own: Own = field(default_factory=Own)  # layers that are each replica's own
     others: set[str] = field(default_factory=set)  # metrics that are no such means
     compared: str = ""  # the loss of which shares, where that could be tried
     coupled: str = ""  # how the loss differs
     rounding: dict[str, float] = field(default_factory=dict)  # of numbers that it rounds
     changed: list[str] = field(default_factory=list)  # the buffers that a step changes
 
+    @property
+    def has_curve(self) -> bool:
+        """Whether it can be compared, at least without what it drops."""
+        return not (self.reason or self.own.layers["BatchNorm"])
 
-def separable(course: Course) -> Separable:
+    @property
+    def left_out(self) -> str:
+        """Whether what trains in a run is compared, as the result of a check; empty if it is."""
+        if self.reason:
+            return "" if self.reason == TRAINS_NOTHING else f"left out: {self.reason}"
+        if self.own.is_empty:
+            return ""
+        return f"{'left out' if self.own.others else 'by choice'}: {self.own.line}"
+
+
+def separable(course: Course, replicas: int) -> Separable:
     """By the share check, on a Trainer that has not begun."""
     task, data = course.build()
-    found = Separable(why_not(task))
+    found = Separable(why_not(task, course.recipe), own_layers(course.recipe, replicas))
     if not task.has_own("training_step") or task.optimizes_by_hand:
         return found
     task.double()
@@ -56,9 +73,14 @@ def separable(course: Course) -> Separable:
 def _look(trainer: Trainer, found: Separable) -> None:
     """What a step draws, rounds and changes."""
     task = trainer.task
-    if found.reason:
+    if not found.has_curve:
         task.eval()
-    before = {name: buffer.clone() for name, buffer in task.named_buffers()}
+    norms = tuple(name for name, m in task.named_modules() if isinstance(m, BATCH_NORMS))
+    before = {
+        name: buffer.clone()
+        for name, buffer in task.named_buffers()
+        if name.rpartition(".")[0] not in norms
+    }
     with put_back(task):
         first = _measured(trainer, seed=0)
         now = dict(task.named_buffers())
@@ -88,6 +110,7 @@ def _measured(trainer: Trainer, *, seed: int) -> Measured:
 
 def _compare(trainer: Trainer, turn: str, found: Separable, name: str) -> None:
     trial = Trial(trainer.task, trainer.strategy, trainer.progress, turn, exact=EXACT)
+    trial.in_training = not (found.reason or found.left_out)
     apart = {
         each.name: each
         for each in trial.differences(trainer.feed.source)
@@ -96,8 +119,9 @@ def _compare(trainer: Trainer, turn: str, found: Separable, name: str) -> None:
     found.compared = f"{name}'s loss of {ROWS} rows, and of shares of {SIZES}"
     found.others |= apart.keys() - {"loss"}
     if loss := apart.get("loss"):
+        what = f"the gradient of {loss.weight} in {name}" if loss.weight else name
         found.coupled = (
-            f"{name}'s loss{f' of turn {turn}' if turn else ''} of {ROWS} rows is "
+            f"{what}'s loss{f' of turn {turn}' if turn else ''} of {ROWS} rows is "
             f"{loss.whole:.9g} in one batch and {loss.parts:.9g} in shares of {SIZES}, so that "
             "other numbers of replicas train on something else: return the mean over the rows, or "
             "as 'weight' what it is a mean over; a loss that compares rows with each other, e.g. a "

@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,8 +62,12 @@ class Verdict:
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"FAIL {finding.check}: {finding.cause}" for finding in self.failed]
         lines += [self.details] if self.details else []
-        count = sum(finding.passed is not None for finding in self.findings)
-        return "\n".join([*lines, f"{count - len(self.failed)} of {count} checks passed"])
+        passed = sum(finding.passed is True for finding in self.findings)
+        left_out = Counter(f.left_out.partition(":")[0] for f in self.findings if f.left_out)
+        count = passed + len(self.failed) + left_out.total()
+        ways = {"by choice": "left out by choice"}
+        rest = [f", {number} {ways.get(how, how)}" for how, number in left_out.items()]
+        return "\n".join([*lines, f"{passed} of {count} checks passed{''.join(rest)}"])
 
 
 def check_strategy(
@@ -191,17 +196,19 @@ def _notes(evidence: Evidence) -> list[str]:
     recipe, notes = evidence.plan.recipe, []
     if recipe is None or not evidence.has("recipe"):
         return []
-    if dropouts(recipe.task()):
+    if dropouts(recipe.task(), recipe.settings):
         notes.append(f"{recipe.name}'s dropout is set to 0 here: other shares draw other masks")
-    if evidence.separable.reason:
+    if not evidence.separable.has_curve:
+        reason = evidence.separable.reason or evidence.separable.own.line
         notes.append(
-            f"{recipe.name} is left out of the curves: {evidence.separable.reason}; "
+            f"{recipe.name} is left out of the curves: {reason}; "
             "the kit's own network stands in for it"
         )
-    if "recipe" in evidence.curves and evidence.tolerance > TOLERANCE:
+    if "recipe" in evidence.curves and evidence.tolerances[0] > TOLERANCE:
+        apart = f"{evidence.tolerances[0]:.1e} apart"
         notes.append(
-            f"{recipe.name}'s weights may be {evidence.tolerance:.1e} apart: its optimizer divides "
-            "by gradients that are almost 0, so the order of a sum moves them by a part of that"
+            f"{recipe.name}'s weights may be {apart}: its optimizer divides by gradients that are "
+            "almost 0, so the order of a sum moves them by a part of that"
         )
     if evidence.separable.changed:
         names = ", ".join(evidence.separable.changed)

@@ -118,7 +118,7 @@ def find_own(
             continue
         if said := _said_of(module, name, watch):
             own.others.append(said)
-        elif kind := _kind_of(module):
+        elif kind := kind_of(module):
             own.layers[kind] += 1
     by = Counter(
         f"{names.get(each.module, '') if each.module else ''} ({each.by})" for each in drawn
@@ -158,7 +158,7 @@ def _refuse_divided(
         )
 
 
-def _kind_of(module: Any) -> str:
+def kind_of(module: Any) -> str:
     """Of a layer that a key would make the batch's."""
     if isinstance(module, BATCH_NORMS):
         return "" if isinstance(module, GlobalBatchNorm) else "BatchNorm"

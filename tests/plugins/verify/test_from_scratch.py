@@ -29,7 +29,7 @@ def test_it_passes_every_check_as_its_readme_shows_with_nothing_but_send_and_rec
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on FromScratch: 3 replicas in 3 processes on cpu" in done.stdout
-    assert "21 of 21 checks passed" in done.stdout
+    assert "22 of 22 checks passed" in done.stdout
     source = (EXAMPLE / "from_scratch.py").read_text()
     assert set(re.findall(r"\bdist\.(\w+)", source)) == {"send", "recv"}
 

@@ -116,9 +116,10 @@ def test_random_numbers_and_threads_are_left_as_they_were():
 # Planted bugs: on how many replicas, the checks that fail, and the words of one of them
 
 GROUPS = {
-    "*weights": "weights loss_curve metrics accumulation few_rows weighted gathered float32",
+    "*weights": "weights loss_curve metrics accumulation few_rows weighted gathered exact_layers"
+    " float32",
     "*but_gathered": "weights loss_curve metrics accumulation few_rows weighted float32",
-    "*means": "loss_curve metrics validation accumulation gathered float32 evaluation",
+    "*means": "loss_curve metrics validation accumulation gathered exact_layers float32 evaluation",
 }
 PLANTED = r"""
 MeanOfMeans on 3: *weights
@@ -129,7 +130,7 @@ Unshared on 2: *weights gradient_sync evaluation
     weights: .*; rank 1 ends with other ones than rank 0
 SaysAveraged on 3: *weights
     weights: the kit's network ends with other weights, most in net
-Rounds on 1: weights loss_curve metrics accumulation few_rows weighted gathered
+Rounds on 1: weights loss_curve metrics accumulation few_rows weighted gathered exact_layers
     loss_curve: the kit's network: first apart in step/loss at step 2: 4\.\d+, not 4\.\d+
 Averages on 2: collectives weighted
     collectives: sum gave \[1.5, 1.0\] in rank 0, not \[3.0, 2\]: sum and sum_numbers add up
@@ -137,13 +138,13 @@ SharesTheMains on 2: *means collectives weighted
     validation: of 0² to 9² the mean is 28.5; it gave 6
 EvenMeans on 3: *means
     validation: of 0² to 9² the mean is 28.5; it gave 35.8333
-GathersNumbers on 2: gathered
+GathersNumbers on 2: gathered exact_layers
     gathered: the kit's contrastive network ends with other weights
 PadLarge on 2: rows_once float32
     rows_once: of a batch of 33 rows the shares have 24 16: they are padded
 Other4 on 2: rows_once
     rows_once: of a batch of 1 row the shares on 4 replicas have 0 0 0 0: row 0 is missing
-StreamDropTail on 2: rows_once
+StreamDropTail on 2: rows_once launch
     rows_once: of a batch of 1 row, as a list as streams have them, .* 0 0: row 0 is missing
 HalfIfFloat32 on 2: float32
     float32: the kit's network of 9,889 weights ends .* computed in fewer digits than float32's
@@ -153,11 +154,11 @@ FirstThree on 1: accumulation
     accumulation: the kit's network ends with other weights, most in net
 EvalHalf on 2: float32 evaluation
     evaluation: .* validates other numbers than its weights give on the CPU, first ap
-EvalTrains on 3: evaluation statistics
+EvalTrains on 3: evaluation statistics exact_layers
     evaluation: .* validation_step runs in training mode
 BuffersApart on 2: evaluation
     evaluation: .*: rank 1 has another net.1.running_mean than rank 0, and validates with it
-MovesTwice on 2: statistics
+MovesTwice on 2: statistics exact_layers
     statistics: the kit's BatchNorm has counted 24 batches, and 12 are due: of replicas that share
 SameMasks on 2: random_numbers checkpoint
     random_numbers: rank 1 draws the random numbers of rank 0, so that dropout drops the same
@@ -367,7 +368,7 @@ LEFT_OUT = "mine is left out of the curves: "
         ),
         (
             (Small.training_step, nn.BatchNorm1d(8)),
-            f"{LEFT_OUT}net.1 is a BatchNorm1d: other shares",
+            f"{LEFT_OUT}1 BatchNorm layer sees each replica's rows alone: trainer.batch_norm",
         ),
         ((noisy,), f"{LEFT_OUT}the loss of the same 5 rows differs by what it draws at random"),
         ((rounding_loss,), f"{LEFT_OUT}its loss is rounded to float32"),
@@ -530,11 +531,11 @@ def test_weights_that_an_optimizer_makes_of_rounding_may_differ_by_as_much(strat
 
 def test_no_more_than_that():
     recipe = Recipe("mine", Cancelling, Table)
-    kept = sensitivity(courses(recipe, 3)["recipe"], 3)
+    kept, _ = sensitivity(courses(recipe, 3)["recipe"], 3)
     assert 1e-12 < kept < 1e-9
-    assert sensitivity(courses(KIT, 3)["recipe"], 3) < 1e-12  # SGD divides by nothing
+    assert max(sensitivity(courses(KIT, 3)["recipe"], 3)) < 1e-12  # SGD divides by nothing
     chaotic = Recipe("mine", Amplifying, Table)
-    assert sensitivity(courses(chaotic, 3)["recipe"], 3) == 0
+    assert sensitivity(courses(chaotic, 3)["recipe"], 3)[0] == 0
     report = verify(partial(DataParallel, **THREE), recipe=chaotic, only=["weights"])
     assert "mine ends with other weights, most in shift" in report["weights"].cause
 
@@ -598,4 +599,4 @@ def test_mode_verify_exits_with_1_where_a_check_fails_in_a_sweep_too(tmp_path):
     assert "boston ends with other weights" in fails.out
     assert sweep.code == 1 and "sweep: 1 of 2 runs finished" in sweep.out
     kept = sorted(path.read_text().splitlines()[-1] for path in tmp_path.rglob("verify.txt"))
-    assert kept == ["18 of 19 checks passed", "19 of 19 checks passed"]
+    assert kept == ["19 of 20 checks passed", "20 of 20 checks passed"]
