@@ -240,6 +240,58 @@ def test_a_run_goes_on_exactly_on_other_replica_counts_within_its_epochs(tmp_pat
     torch.testing.assert_close(last[1:], whole[1:], rtol=1e-12, atol=1e-14)
 
 
+def normed() -> Small:
+    task = Small(dropout=0.3)
+    task.net.insert(1, torch.nn.BatchNorm1d(8))
+    return task
+
+
+def resumed_layers(strategy: Strategy, folder: str, max_steps: int, exact: bool) -> tuple:
+    last = Path(folder) / "checkpoints" / "last.ckpt"
+    one = fitted(
+        make=normed,
+        data=Rows(30, 8),  # four batches, the last of six rows
+        callbacks=[Checkpoint(every_n_steps=1)],
+        directory=folder,
+        strategy=strategy,
+        precision="64",
+        max_epochs=3,
+        max_steps=max_steps,
+        exact_layers=exact,
+        resume=checkpoint.load(last) if last.exists() else None,
+    )
+    changes = [change for change in one.training.changes if "curve" in change]
+    return one.task.state_dict(), one.metrics, changes
+
+
+PARTS = [(DataParallel(2, "cpu"), 2), (DDP(3, "cpu"), 3), (DataParallel(3, "cpu"), 5)]
+PARTS += [(Strategy(), 8), (DataParallel(2, "cpu"), 9)]
+
+
+def test_a_resume_on_other_replicas_within_an_epoch_is_exact_with_both_keys(tmp_path):
+    for strategy, until in PARTS:
+        *last, changes = on(strategy, resumed_layers, str(tmp_path), until, True)
+        assert not changes
+    *whole, _ = resumed_layers(Strategy(), str(tmp_path / "whole"), 9, True)
+    torch.testing.assert_close(last, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_a_resume_on_other_replicas_within_an_epoch_says_what_makes_another_curve(tmp_path):
+    said = [on(each, resumed_layers, str(tmp_path), until, False)[-1] for each, until in PARTS]
+    own = (
+        "within an epoch, so that the curve is another one from here on: 1 BatchNorm and 1 Dropout "
+        "layers see each replica's rows alone: trainer.batch_norm=global trainer.dropout=row"
+    )
+    # The third is on as many replicas, and the last one begins an epoch.
+    assert said == [
+        [],
+        [f"replicas=2 there, 3 here, {own}"],
+        [],
+        [f"replicas=3 there, 1 here, {own}"],
+        [],
+    ]
+
+
 class OwnOrder(Rows):
     """In the order of a sampler that has a generator of its own."""
 

@@ -145,6 +145,7 @@ def make_training(
         seed=placed.seed,
         recipe=run.recipe,
         fingerprint=fingerprint(task, data, feed, updates, settings, run, placed.seed),
+        own=own.line,
     )
     changes = []
     if resumed_from is not None:

@@ -49,6 +49,7 @@ class Resumable:
     seed: int
     recipe: str
     fingerprint: Fingerprint
+    own: str  # what each replica has of its own, which changes the curve
 
     def capture(self, metrics: Mapping[str, float], logged: Mapping[str, float]) -> dict[str, Any]:
         """`logged` are the numbers of this step that the loggers have. Of tensors that are sharded
@@ -85,6 +86,7 @@ class Resumable:
             "attributes": of_ranks.get("attributes", []),
             "random": of_ranks.get("random", []),
             "stream": of_ranks.get("stream", []),
+            "replicas": {"count": strategy.replicas, "own": self.own},
         }
 
     def _gathered(self, own: dict[str, Any]) -> dict[str, list[Any]]:
@@ -142,9 +144,16 @@ class Resumable:
         elif processes == strategy.world_size:
             seeding.restore_random_state(state["random"][strategy.rank], devices)
         elif progress.batches_done:
-            changes = [f"{processes} processes there, {strategy.world_size} here"]
+            changes = [f"random numbers of {processes} processes there, {strategy.world_size} here"]
             seed = seeding.mix(self.seed, strategy.rank, progress.global_step)
             seeding.seed_everything(seed, devices)
+        there = {"count": strategy.replicas, "own": ""} | state.get("replicas", {})
+        own = str(self.own or there["own"])
+        if progress.batches_done and own and there["count"] != strategy.replicas:
+            changes.append(
+                f"replicas={there['count']} there, {strategy.replicas} here, within an epoch, so "
+                f"that the curve is another one from here on: {own}"
+            )
         self.feed.train.seek(state.get("stream", []), strategy.world_size)
         # As many rows of the epoch are skipped as were read, or a part of a batch less.
         progress.batches_done = progress.batches_done * batch_size // self.feed.source.batch_size
