@@ -34,6 +34,7 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_what_no_key_mends_stays",
     "test_one_replica_has_no_statistics_of_its_own",
     "test_classes_are_torchs_own_again_and_names_stay",
     "test_documents_examples_recipes_and_new_projects_come_by_the_front_door",

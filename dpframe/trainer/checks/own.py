@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from dpframe import seeding
 from dpframe.data import split
@@ -141,7 +142,8 @@ def shares_of(feed: TrainingData, settings: TrainerSettings, replicas: int) -> s
 def _refuse_divided(
     source: Any, settings: TrainerSettings, is_several: bool, modules: Iterable[nn.Module]
 ) -> None:
-    if not is_several or not (source.is_divided or source.is_by_rank):
+    is_divided = source.is_divided and isinstance(source.dataset, IterableDataset)
+    if not is_several or not (is_divided or source.is_by_rank):
         return
     for module in modules:
         if settings.has_global_batch_norm and isinstance(module, BATCH_NORMS):
@@ -150,7 +152,7 @@ def _refuse_divided(
             key, kind = KEYS["Dropout"], "Dropout"
         else:
             continue
-        how = "data.divide_streams=true" if source.is_divided else "data.divided=by_rank"
+        how = "data.divide_streams=true" if is_divided else "data.divided=by_rank"
         raise UserError(
             f"{key} with {how}: which rows make a batch depends on the number of ranks, so that "
             f"no {kind} is the same on any; use {key.partition('=')[0]}=replica, or give all "

@@ -1,0 +1,314 @@
+"""What a task has that is each replica's own is one line, before the first step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from command import attempts, write
+from forked import on
+from small import SGD, Rows, fitted, trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from dpframe import DataModule, ShardedStream, Strategy, Task, UserError
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+
+TWO = partial(DataParallel, 2, "cpu")
+SEES = "{} each replica's rows alone: "
+NORM, DROP = "trainer.batch_norm=global", "trainer.dropout=row"
+
+
+class Layers(Task):
+    """A network of three features with these layers, by name; and a step around it."""
+
+    def __init__(self, step: Callable[..., Any] | None = None, **layers: nn.Module) -> None:
+        super().__init__(nn.Linear(3, 8), SGD)
+        self.step = step
+        self.own = nn.ModuleDict(layers)
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = self.net(batch[0]), batch[1]
+        for layer in self.own.values():
+            x = layer(x)
+        if self.step is not None:
+            x = self.step(self, x)
+        return {"loss": (self.head(x)[:, 0] - y).square().mean()}
+
+
+class DropPath(nn.Module):
+    """As timm's: it drops whole rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty(len(x), 1).bernoulli_(0.9) if self.training else x
+
+
+class Codebook(nn.Module):
+    """As a VQ codebook, whose running means are those of the rows that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+class Unbatched(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(*[x[:, None]] * (3 if isinstance(self.layer, nn.MultiheadAttention) else 1))
+        return y[0][:, 0]
+
+
+def lstm() -> nn.Module:
+    return Unbatched(nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True))
+
+
+def attention() -> nn.Module:
+    return Unbatched(nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True))
+
+
+def drawing(task: Any, x: Tensor) -> Tensor:
+    return x + torch.rand(()) if task.training else x
+
+
+def dropping(task: Any, x: Tensor) -> Tensor:
+    return functional.dropout(x, 0.2, task.training)
+
+
+OWN = "of each replica's own: "
+CASES: dict[str, tuple[Callable[[], Task], str]] = {
+    "nothing": (Layers, ""),
+    "one BatchNorm": (
+        lambda: Layers(norm=nn.BatchNorm1d(8)),
+        f"1 BatchNorm {SEES.format('layer sees')}{NORM}",
+    ),
+    "several of both": (
+        lambda: Layers(
+            a=nn.Dropout(0.1), b=nn.BatchNorm1d(8), c=nn.AlphaDropout(0.1), d=nn.BatchNorm1d(8)
+        ),
+        f"2 Dropout and 2 BatchNorm {SEES.format('layers see')}{DROP} {NORM}",
+    ),
+    "what does nothing": (
+        lambda: Layers(
+            a=nn.Dropout(0.0), b=nn.BatchNorm1d(8).eval(), c=nn.Dropout(0.5).eval(), d=nn.Tanh()
+        ),
+        "",
+    ),
+    "what needs nothing": (lambda: Layers(a=nn.LayerNorm(8), b=nn.GroupNorm(2, 8)), ""),
+    "an LSTM": (lambda: Layers(rnn=lstm()), f"{OWN}own.rnn.layer (dropout within a LSTM)"),
+    "an attention": (
+        lambda: Layers(heads=attention()),
+        f"{OWN}own.heads.layer (dropout within a MultiheadAttention)",
+    ),
+    "DropPath": (lambda: Layers(path=DropPath()), f"{OWN}own.path (bernoulli_)"),
+    "a number drawn in a step": (lambda: Layers(drawing), f"{OWN}the step (rand)"),
+    "functional dropout": (lambda: Layers(dropping), f"{OWN}the step (dropout)"),
+    "a codebook": (lambda: Layers(book=Codebook()), f"{OWN}own.book (statistics of its rows)"),
+    "a layer and a draw": (
+        lambda: Layers(drawing, a=nn.Dropout(0.1)),
+        f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}the step (rand)",
+    ),
+}
+
+
+def own(task: Task, data: Any = None, **settings: Any) -> str:
+    given = {"strategy": TWO(), **settings}
+    return trainer(task, data or Rows(20, 10, val=False), **given).prepare().own
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_line_names_what_is_each_replicas_own_with_counts_and_keys(case):
+    make, line = CASES[case]
+    assert own(make()) == line
+    assert own(make(), strategy=None) == "", "one replica has nothing of its own"
+
+
+@pytest.mark.parametrize("case", [name for name, (_, line) in CASES.items() if OWN not in line])
+def test_with_both_keys_the_line_is_gone(case):
+    assert own(CASES[case][0](), exact_layers=True) == ""
+
+
+def test_what_no_key_mends_stays():
+    task = Layers(drawing, a=nn.Dropout(0.1), rnn=lstm())
+    line = f"{OWN}own.rnn.layer (dropout within a LSTM), the step (rand)"
+    assert own(task, exact_layers=True) == line
+
+
+def unused(task: Any, x: Tensor) -> Tensor:
+    return x
+
+
+class Unused(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = nn.Dropout(0.2)
+
+
+class Turned(Layers):
+    """Its dropout sees rows in no order that the trial can find."""
+
+    def __init__(self) -> None:
+        super().__init__(self.mixed)
+        self.drop = nn.Dropout(0.2)
+
+    @staticmethod
+    def mixed(task: Any, x: Tensor) -> Tensor:
+        return x + task.drop((x - x.mean()).T @ x).sum()
+
+
+def test_a_dropout_layer_whose_rows_are_not_known_is_named_by_row_and_counted_without():
+    assert own(Unused(), dropout="row") == f"{OWN}later (dropout: the trial did not call it)"
+    assert own(Unused()) == f"1 Dropout {SEES.format('layer sees')}{DROP}"
+    line = own(Turned(), dropout="row", share_check="off")  # which refuses its loss
+    assert line == f"{OWN}drop (dropout: its rows were not found)"
+
+
+def test_without_the_share_check_layers_are_named_all_the_same():
+    task = Layers(drawing, a=nn.Dropout(0.1), rnn=lstm())
+    line = (
+        f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}own.rnn.layer (dropout within a LSTM)"
+    )
+    assert own(task, share_check="off") == line
+
+
+NORMED = """
+import torch
+from dpframe.recipes.boston import Boston
+
+class Normed(Boston):
+    def __init__(self, net, optimizer, scheduler=None):
+        super().__init__(net, optimizer, scheduler)
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(13), net)
+"""
+WORDS = ["recipe=boston", "task._target_=normed.Normed", "trainer.max_steps=1"]
+WORDS += ["strategy=data_parallel", "trainer.gpus=2", "trainer.accelerator=cpu"]
+
+
+def test_the_command_says_it_and_a_strict_check_ends_it_in_one_line(tmp_path):
+    folder = write(tmp_path, {"normed.py": NORMED})
+    strict = [*WORDS, "trainer.share_check=strict"]
+    lines = [WORDS, strict, [*strict, "trainer.batch_norm=global"]]
+    plain, refused, exact = attempts(lines, folder)
+    line = f"1 BatchNorm {SEES.format('layer sees')}{NORM}"
+    assert plain.code == 0 and f"layers     {line}\n" in plain.out
+    assert refused.code == 2
+    assert refused.err.splitlines()[-1] == (
+        f"dpframe: {line}; trainer.share_check=on trains all the same"
+    )
+    assert exact.code == 0 and "layers     " not in exact.out
+
+
+# What can't be computed at all is refused
+
+
+class Pictures(DataModule):
+    """`rows` of 2x4x4 numbers, in batches of four."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(4)
+        self.rows = rows
+
+    def train_dataset(self) -> Any:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(self.rows, 2, 4, 4, generator=draw)
+        return TensorDataset(x, x.sum((1, 2, 3)))
+
+
+class Convolved(Task):
+    def __init__(self, *after: nn.Module) -> None:
+        layers = nn.Conv2d(2, 3, 3), *after, nn.Flatten(), nn.LazyLinear(1)
+        super().__init__(nn.Sequential(*layers), SGD)
+        self.net(torch.zeros(2, 2, 4, 4))
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": (self.net(batch[0])[:, 0] - batch[1]).square().mean()}
+
+
+def normed_rows() -> Task:
+    return Convolved(nn.Flatten(), nn.BatchNorm1d(12))
+
+
+ONE_ROW = "BatchNorm can't normalise one row, and {} has one; use "
+OTHERS = "data.drop_last=true, or another data.batch_size"
+
+
+def test_a_share_of_one_row_under_batch_norm_is_refused_before_the_first_step():
+    of_a_share = ONE_ROW.format("a replica's share of a batch") + f"{NORM}, {OTHERS}"
+    of_a_batch = ONE_ROW.format("a batch") + OTHERS
+    for settings, rows, said in (
+        ({}, 10, of_a_share),  # the last batch has two rows
+        ({"strategy": DataParallel(4, "cpu")}, 8, of_a_share),
+        ({"strategy": None}, 9, of_a_batch),
+        ({"batch_norm": "global"}, 9, of_a_batch),
+    ):
+        with pytest.raises(UserError) as refused:
+            own(normed_rows(), Pictures(rows), **settings)
+        assert str(refused.value) == said
+
+
+def test_one_row_of_several_places_and_one_that_does_not_come_are_not_refused():
+    own(Convolved(nn.BatchNorm2d(3)), Pictures(10))
+    own(Convolved(nn.BatchNorm2d(3)), Pictures(9), strategy=None)
+    own(normed_rows(), Pictures(8))
+    own(normed_rows(), Pictures(10), limit_train_batches=2)
+    own(normed_rows(), Pictures(10), batch_norm="global")
+    own(Convolved(nn.Flatten(), nn.BatchNorm1d(12).eval()), Pictures(9))
+    fitted(normed_rows(), Pictures(10), strategy=TWO(), batch_norm="global", max_epochs=1)
+
+
+class Shards(ShardedStream):
+    def shards(self) -> range:
+        return range(4)
+
+    def read(self, shard: int) -> Any:
+        x, y = Rows(20).train.tensors
+        return zip(x[shard * 5 :][:5], y[shard * 5 :][:5], strict=True)
+
+
+class Divided(Rows):
+    """Each rank has rows of its own."""
+
+    def __init__(self, *, by_rank: bool) -> None:
+        super().__init__(20, 10, val=False)
+        self.divided = "by_rank" if by_rank else None
+        self.divide_streams = not by_rank
+
+    def train_dataset(self) -> Any:
+        return self.train if self.divided else Shards()
+
+
+def refusals(strategy: Strategy) -> list[str]:
+    said = []
+    for layer, key in ((nn.BatchNorm1d(8), "batch_norm"), (nn.Dropout(), "dropout")):
+        for by_rank in (True, False):
+            value = "row" if key == "dropout" else "global"
+            with pytest.raises(UserError) as refused:
+                own(Layers(a=layer), Divided(by_rank=by_rank), strategy=strategy, **{key: value})
+            said.append(str(refused.value))
+    own(Layers(a=nn.Dropout(0.0)), Divided(by_rank=True), strategy=strategy, batch_norm="global")
+    whole = Rows(20, 10, val=False)
+    whole.divide_streams = True  # which does nothing to rows that are no stream
+    own(Layers(a=nn.Dropout()), whole, strategy=strategy, dropout="row")
+    return said
+
+
+def test_ranks_with_rows_of_their_own_have_no_exact_layers():
+    keys = {"BatchNorm": NORM, "Dropout": DROP}
+    assert on(DDP(2, "cpu"), refusals) == [
+        f"{key} with {how}: which rows make a batch depends on the number of ranks, so that no "
+        f"{kind} is the same on any; use {key.partition('=')[0]}=replica, or give all ranks the "
+        "same data"
+        for kind, key in keys.items()
+        for how in ("data.divided=by_rank", "data.divide_streams=true")
+    ]
