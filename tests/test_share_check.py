@@ -41,6 +41,7 @@ TWO = partial(DataParallel, 2, "cpu")
 def whatever_it_takes(monkeypatch):
     """A note of how long the check took would be one of how busy the machine is."""
     monkeypatch.setattr(share_check, "SLOW_SECONDS", float("inf"))
+    monkeypatch.setattr(trial, "FORWARD_SECONDS", float("inf"))
 
 
 class Made(DataModule):
@@ -265,6 +266,150 @@ class Pair(Summed):
 def test_each_turn_is_tried_and_named():
     with pytest.raises(UserError, match="the loss of Pair of turn last depends on how its rows"):
         fitted(Pair(), strategy=TWO())
+
+
+# In training mode
+
+
+class InTraining(Task):
+    """A step by a function, with layers that are exact by their keys."""
+
+    def __init__(self, of: Any, *layers: nn.Module) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 1)), SGD)
+        self.of = of
+        self.register_buffer("center", torch.zeros(1))
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": self.of(self, *batch)}
+
+
+def mean(task, x, y, labels):
+    return error(task, x, y).mean()
+
+
+def detached_rows(task, x, y, labels):
+    """The right loss with a wrong gradient: of the other shares' rows there is none."""
+    scores = task.net(x)
+    if task.run_context.strategy.world_size > 1 or task.run_context.strategy.replicas > 1:
+        all_scores = task.all_gather(scores).detach()
+    else:
+        all_scores = scores
+    return (scores - y).square().mean() + all_scores.mean().square()
+
+
+def by_rank(task, x, y, labels):
+    return error(task, x, y).mean() * (1 + task.rank)
+
+
+def by_replicas(task, x, y, labels):
+    return error(task, x, y).mean() * task.run_context.strategy.replicas
+
+
+def by_world_size(task, x, y, labels):
+    return error(task, x, y).mean() / task.run_context.strategy.world_size
+
+
+def sum_in_training(task, x, y, labels):
+    return error(task, x, y).sum() if task.training else error(task, x, y).mean()
+
+
+def centered(task, x, y, labels):
+    """By rows that are gathered, in a buffer that is the same for all shares."""
+    rows = task.all_gather(task.net(x))
+    task.center.lerp_(rows.detach().mean(0), 0.5)
+    return (task.net(x) - y - task.center).square().mean()
+
+
+DEPENDS = "the loss of InTraining depends on how its rows are shared ("
+SEEN = {
+    "a sum in training alone": (sum_in_training, DEPENDS),
+    "a gradient without the others' rows": (detached_rows, "the gradient of net."),
+    "its rank": (by_rank, DEPENDS),
+    "the number of replicas": (by_replicas, DEPENDS),
+    "the number of processes": (by_world_size, DEPENDS),
+}
+
+
+def of_ranks(strategy: Strategy) -> dict[str, Any]:
+    """What a run says before its first step, by what its loss depends on."""
+    said = {}
+    for name, (of, _) in SEEN.items():
+        with pytest.raises(UserError) as refused:
+            trainer(InTraining(of), Made(8), strategy=strategy, max_steps=1).fit()
+        said[name] = str(refused.value)
+    return said
+
+
+def test_what_training_mode_alone_shows_is_refused_before_the_first_step():
+    for name, line in on(DDP(2, "cpu"), of_ranks).items():
+        assert line.startswith(SEEN[name][1]) and "\n" not in line, (name, line)
+        assert "so 2 replicas would train by another loss than one; return its" in line
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_it_is_refused_on_virtual_replicas_if_it_trains_otherwise_there(name):
+    """These are one process of rank 0."""
+    of, said = SEEN[name]
+    made = trainer(InTraining(of), Made(8), strategy=TWO())
+    if name in ("its rank", "the number of processes"):
+        assert made.prepare().notes == []
+        return
+    with pytest.raises(UserError) as refused:
+        made.prepare()
+    assert str(refused.value).startswith(said)
+
+
+class Gan(Task):
+    """Turns of two networks with BatchNorm and dropout, whose noise is that of rows."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizers={"critic": SGD, "generator": SGD})
+        layers = nn.BatchNorm1d(8), nn.LeakyReLU(0.2), nn.Dropout(0.3)
+        self.generator = nn.Sequential(nn.Linear(2, 8), *layers, nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Any]:
+        made = self.generator(self.randn_rows(len(batch[0]), 2).to(batch[0]))
+        if turn == "generator":
+            return {"loss": functional.softplus(-self.critic(made)).mean()}
+        real, fake = self.critic(batch[0]), self.critic(made.detach())
+        return {"loss": (functional.softplus(-real) + functional.softplus(fake)).mean()}
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": self.critic(batch[0]).mean()}
+
+
+SILENT = {
+    "a mean": lambda: InTraining(mean),
+    "BatchNorm": lambda: InTraining(mean, nn.BatchNorm1d(8), nn.Tanh()),
+    "dropout": lambda: InTraining(mean, nn.Dropout(0.5), nn.AlphaDropout(0.2)),
+    "both, with gathered rows": lambda: InTraining(centered, nn.BatchNorm1d(8), nn.Dropout(0.1)),
+    "gathered rows": lambda: InTraining(contrasts_gathered, nn.BatchNorm1d(8)),
+    "turns": Gan,
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_is_exact_passes_in_training_mode_without_a_word(name, caplog):
+    made = trainer(SILENT[name](), Made(8), strategy=TWO(), exact_layers=True)
+    with patch.object(Trial, "compare", autospec=True, side_effect=Trial.compare) as compared:
+        training = made.prepare()
+    trials = [call.args[0] for call in compared.call_args_list]
+    assert all(trial.in_training for trial in trials if trial.trains)
+    assert (training.notes, training.own, warned(caplog)) == ([], "", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "why"),
+    [
+        ("FORWARD_SECONDS", 0.0, "a step of a few rows takes more than 0.0 s"),
+        ("MOST_WEIGHTS", 64, "there are more than 64 weights"),
+    ],
+)
+def test_where_gradients_are_not_compared_a_note_says_why(name, most, why, monkeypatch):
+    monkeypatch.setattr(trial, name, most)
+    notes = trainer(InTraining(mean), Made(8), strategy=TWO()).prepare().notes
+    assert notes == [f"the share check has compared no gradients: {why}"]
 
 
 class Measured(Small):

@@ -17,7 +17,6 @@ from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
-from dpframe.trainer.checks.gradients import FORWARD_SECONDS, MOST_WEIGHTS
 from dpframe.trainer.checks.own import Own
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
 from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
@@ -194,10 +193,8 @@ def judge(
             continue
         notes += [f"{what}{of_turn} {why}" for why in trial.not_compared]
         if trial.gradients_left_out:
-            notes.append(
-                f"the share check has compared no gradients{of_turn}: a step of a few rows takes "
-                f"more than {FORWARD_SECONDS} s, or there are more than {MOST_WEIGHTS:,} weights"
-            )
+            why_none = trial.gradients_left_out
+            notes.append(f"the share check has compared no gradients{of_turn}: {why_none}")
         for each in found:
             said = _described(each, trial, monitored)
             if each.name == "loss" and trial.trains and mode != "warn":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Trial(Tried):
 
     later: Sequence[tuple[int, int]] = ()
     exact: float = EXACT
-    gradients_left_out: bool = field(default=False, init=False)  # for their size or their time
+    gradients_left_out: str = field(default="", init=False)  # why
     not_compared: list[str] = field(default_factory=list, init=False)  # at a later step
     is_told: bool = field(default=False, init=False)  # by any rows
     broadcast: str = field(default="", init=False)  # what may make the loss another one
@@ -132,11 +133,12 @@ class Trial(Tried):
         """The numbers of all samples that are not the means of their shares' by `limit`."""
         self.statistics.clear()
         try:
-            rows = range(ROWS)
+            rows, times = range(ROWS), [time.thread_time()]
             ((_, whole),) = self.measured(samples, [rows], collate)
-            began = time.thread_time()  # other processes may take turns
+            times.append(time.thread_time())
             parts = self.measured(samples, [rows[:CUT], rows[CUT:]], collate)
-            seconds = time.thread_time() - began
+            times.append(time.thread_time())
+            seconds = min(b - a for a, b in pairwise(times))  # other processes take turns, too
             self._refuse_statistics()
             pairs = list(compared(whole, parts))
             if self._compares_gradients(pairs, limit, whole, seconds):
@@ -170,8 +172,11 @@ class Trial(Tried):
         if any(each.name == "loss" and not each.off <= limit for each in pairs):
             return False
         weights = sum(w.numel() for w in self.task.parameters() if w.requires_grad)
-        if seconds > FORWARD_SECONDS or weights > MOST_WEIGHTS:
-            self.gradients_left_out = True
+        if weights > MOST_WEIGHTS:
+            self.gradients_left_out = f"there are more than {MOST_WEIGHTS:,} weights"
+        elif seconds > FORWARD_SECONDS:
+            self.gradients_left_out = f"a step of a few rows takes more than {FORWARD_SECONDS} s"
+        if self.gradients_left_out:
             return False
         loss = whole["loss"]
         return not (isinstance(loss, Tensor) and loss.dtype in HALVES)
