@@ -4,6 +4,7 @@ import random
 import re
 import resource
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from share_fuzz import fuzz
 from small import SGD, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from dpframe import DataModule, Strategy, Task, UserError
@@ -379,6 +381,38 @@ class Gan(Task):
         return {"loss": self.critic(batch[0]).mean()}
 
 
+class Undetached(Gan):
+    """The critic's loss has another gradient of the generator, which is not used in that turn."""
+
+    def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Any]:
+        output = super().training_step(batch, turn)
+        if turn == "critic":
+            made = self.all_gather(self.generator(batch[0][:, :2]))
+            with torch.no_grad():
+                mean = made.mean()
+            output["loss"] = output["loss"] + (made.mean() - mean) * len(batch[0])
+        return output
+
+
+def with_buffers(task: Task) -> Task:
+    for name, buffer in {
+        "least": torch.tensor(float("inf")),
+        "most": torch.tensor(float("-inf")),
+        "none": torch.tensor(float("nan")),
+        "edges": torch.eye(3).to_sparse(),
+        "kinds": torch.ones(3, dtype=torch.bool),
+        "waves": torch.ones(3, dtype=torch.complex64),
+    }.items():
+        task.register_buffer(name, buffer)
+    return task
+
+
+def again(task, x, y, labels, **contexts):
+    contexts = contexts or {"context_fn": task.checkpoint_contexts}
+    scores = checkpoint(task.net, x.requires_grad_(), use_reentrant=False, **contexts)
+    return (scores - y).square().mean()
+
+
 SILENT = {
     "a mean": lambda: InTraining(mean),
     "BatchNorm": lambda: InTraining(mean, nn.BatchNorm1d(8), nn.Tanh()),
@@ -386,6 +420,11 @@ SILENT = {
     "both, with gathered rows": lambda: InTraining(centered, nn.BatchNorm1d(8), nn.Dropout(0.1)),
     "gathered rows": lambda: InTraining(contrasts_gathered, nn.BatchNorm1d(8)),
     "turns": Gan,
+    "turns with other weights": Undetached,
+    "odd buffers": lambda: with_buffers(InTraining(mean)),
+    "a block that is computed again": lambda: InTraining(
+        again, nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2)
+    ),
 }
 
 
@@ -397,6 +436,15 @@ def test_what_is_exact_passes_in_training_mode_without_a_word(name, caplog):
     trials = [call.args[0] for call in compared.call_args_list]
     assert all(trial.in_training for trial in trials if trial.trains)
     assert (training.notes, training.own, warned(caplog)) == ([], "", [])
+
+
+def test_a_block_that_is_computed_again_without_its_contexts_is_told_and_no_wrong_gradient():
+    without = partial(again, context_fn=lambda: (nullcontext(), nullcontext()))
+    for layer in (nn.Dropout(0.5), nn.BatchNorm1d(8)):
+        made = trainer(InTraining(without, layer), Made(8), strategy=TWO(), exact_layers=True)
+        (note,) = made.prepare().notes
+        said = "the share check has not compared the loss in training mode: a step of a few rows"
+        assert note.startswith(said) and "needs context_fn=task.checkpoint_contexts" in note
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,16 @@ def check_shares(
     else:
         later = moments(feed.steps_per_epoch, feed.total_steps, settings.max_epochs)
         each = [
-            Trial(task, strategy, progress, turn, later=later, in_training=own.is_empty)
-            for turn in updates
+            Trial(
+                task,
+                strategy,
+                progress,
+                turn,
+                alone=update.alone,
+                later=later,
+                in_training=own.is_empty,
+            )
+            for turn, update in updates.items()
         ]
         trials, notes = [(trial, feed.source) for trial in each], list[str]()
     trials += evaluated(task, strategy, progress, "val", feed.validation)

@@ -1,5 +1,6 @@
 """What a step keeps of its rows in buffers: it has to be the same for each share of a batch."""
 
+import torch
 from torch import nn
 from torch.linalg import vector_norm
 
@@ -11,8 +12,12 @@ Sums = dict[str, tuple[float, float]]
 def sums_of_buffers(task: nn.Module) -> Sums:
     sums: Sums = {}
     for name, buffer in task.named_buffers():
+        if buffer.layout is not torch.strided:
+            buffer = (buffer.coalesce() if buffer.is_sparse else buffer).values()
         if buffer.is_complex():
             buffer = buffer.real + buffer.imag
+        if buffer.is_floating_point():  # -inf in masks; sums of it and inf would be NaN
+            buffer = buffer.nan_to_num(0.0, 1.0, -1.0)
         total = float(buffer.sum())
         size = float(vector_norm(buffer, 1)) if buffer.is_floating_point() else abs(total)
         module = name.rpartition(".")[0]

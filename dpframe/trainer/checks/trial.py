@@ -72,7 +72,7 @@ class Trial(Tried):
         found: dict[str, Difference] = {}
         first: Any = None
         self.ends = time.perf_counter() + (BRIEF_SECONDS if self.is_brief else math.inf)
-        with seeding.seeded(0), restore_modes(self.task):
+        with seeding.seeded(0), restore_modes(self.task), self.alone():
             if not self.in_training:
                 self.task.eval()
             for samples in self.picked(source.dataset):
@@ -148,9 +148,9 @@ class Trial(Tried):
         except Exception as error:
             if memory.ran_out(error) or isinstance(error, Moved):
                 raise
-            mode = "training" if self.in_training else "evaluation"
+            mode = "" if self.in_training else "in evaluation mode, "
             said = first_line(error)
-            raise NotCompared(f"in {mode} mode, a step of a few rows says: {said}") from None
+            raise NotCompared(f"{mode}a step of a few rows says: {said}") from None
         numbers = [each.whole for each in pairs if each.name == "loss" or not self.trains]
         self.is_told |= any(number and math.isfinite(number) for number in numbers)
         return self._trusted([each for each in pairs if not each.off <= limit], whole)

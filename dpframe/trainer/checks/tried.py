@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from dpframe.devices import memory
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import is_number
 from dpframe.parameters import Watched
-from dpframe.rows import current_share
+from dpframe.rows import current_share, ongoing
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import Replicas
 from dpframe.task import Output, Task, TaskContext
@@ -45,6 +45,7 @@ class Tried:
     step: str = "training_step"
     named: Mapping[str, str] = field(default_factory=dict)  # what else it takes
     prefix: str = ""  # of the numbers of an evaluation, e.g. val, or val/clean of the set `clean`
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext  # its weights get gradients
     is_brief: bool = False  # on few rows, given up where it takes long or may leave something
     in_training: bool = False  # in the modes that the task has, not in evaluation
     needs_gradients: bool = field(default=False, init=False)
@@ -130,7 +131,11 @@ class Tried:
             losses = [loss * factor for loss, factor in of if factor]
             total = sum(losses[1:], losses[0]) if losses else None
             if total is not None and total.requires_grad:
-                total.backward()
+                ongoing.backward = True
+                try:
+                    total.backward()
+                finally:
+                    ongoing.backward = False
         return [(rows, detached(output)) for rows, output in results]
 
     def _copied(self) -> Task:
