@@ -247,7 +247,8 @@ def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Outc
             most = max(most, apart.most)
             if apart.where:
                 causes.setdefault(name, apart.where)  # the rest follows from the first
-    return Outcome(compared, most, "; ".join(causes.values()), "" if of else evidence.left_out)
+    left_out = "" if of else evidence.left_out(parts)
+    return Outcome(compared, most, "; ".join(causes.values()), left_out)
 
 
 def _weights(evidence: Evidence, name: str) -> Apart:
@@ -274,10 +275,9 @@ def _weights(evidence: Evidence, name: str) -> Apart:
 
 
 def _log(evidence: Evidence, name: str, part: str) -> Apart:
-    course, expected = evidence.courses[name], evidence.expected(name)
-    is_recipe = name == "recipe"
-    tolerance = evidence.tolerances[1] if is_recipe else course.tolerance
-    others = evidence.separable.others if is_recipe else frozenset()
+    course, expected, of_recipe = evidence.courses[name], evidence.expected(name), name == "recipe"
+    tolerance = evidence.tolerances[1] if of_recipe else course.tolerance
+    others = evidence.separable.others if of_recipe else frozenset()
     names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
     comparable = _comparable(names, others)
     apart = logs_apart(evidence.main[name].log, expected, comparable, tolerance)

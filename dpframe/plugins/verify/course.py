@@ -80,8 +80,8 @@ class Normed(Small):
 
 
 class Watched(Normed):
-    """Remembers what it draws, in which mode it is validated, and its
-    gradients after each backward: at the next one's forward, and in the optimizer."""
+    """Remembers what it draws, in which mode it is validated, and its gradients after each
+    backward: at the next one's forward, and in the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
         )
         task = course.build()[0]
         # A replica's own BatchNorm refuses a share of one row.
-        has_norms = bool(own_layers(recipe, replicas).layers["BatchNorm"])
+        has_norms = own_layers(task, recipe, replicas).layers["BatchNorm"] > 0
         is_even = task.has_own("training_step") and (has_norms or bool(why_not(task, recipe)))
         results["recipe"] = four_rows_each(3, course) if is_even else course
         if count := recipe.settings.logical_replicas:
@@ -365,9 +365,9 @@ def dropouts(task: Task, settings: TrainerSettings) -> list[tuple[str, nn.Module
     return found
 
 
-def own_layers(recipe: Recipe, replicas: int) -> Own:
+def own_layers(task: Task, recipe: Recipe, replicas: int) -> Own:
     """Which of its layers the replicas compute each for itself."""
-    task, settings = recipe.task(), recipe.settings
+    settings = recipe.settings
     dropped = dropouts(task, settings)
     convert(task, batch_norm=settings.has_global_batch_norm, dropout=settings.drops_by_row)
     kinds = Counter(kind_of(module) for module in task.modules() if module.training)

@@ -105,10 +105,10 @@ class Evidence:
         has_recipe = "recipe" in self.courses and self.separable.has_curve
         return ["kit", "recipe"] if has_recipe else ["kit"]
 
-    @property
-    def left_out(self) -> str:
+    def left_out(self, parts: Iterable[str]) -> str:
         """Of the recipe's curve; the one by logical shares has all of it."""
-        return "" if "bits" in self.courses and self.has("bits") else self.separable.left_out
+        has_bits = "bits" in self.courses and self.has("bits")
+        return "" if has_bits else self.separable.left_out(parts)
 
     @cached_property
     def tolerances(self) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 Only means over rows are the same on any number of replicas, where nothing is drawn by share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,20 +42,23 @@ class Separable:
         """Whether it can be compared, at least without what it drops."""
         return not (self.reason or self.own.layers["BatchNorm"])
 
-    @property
-    def left_out(self) -> str:
-        """Whether what trains in a run is compared, as the result of a check; empty if it is."""
+    def left_out(self, parts: Iterable[str] = ()) -> str:
+        """What of the curve in a run, or of these parts of it, is not compared, as the result of a
+        check; empty if all of it is."""
         if self.reason:
             return "" if self.reason == TRAINS_NOTHING else f"left out: {self.reason}"
-        if self.own.is_empty:
-            return ""
-        return f"{'left out' if self.own.others else 'by choice'}: {self.own.line}"
+        if not self.own.is_empty:
+            return f"{'left out' if self.own.others else 'by choice'}: {self.own.line}"
+        if self.others and "metrics" in parts:
+            return f"left out: {', '.join(sorted(self.others))}: no mean over rows"
+        return ""
 
 
 def separable(course: Course, replicas: int) -> Separable:
     """By the share check, on a Trainer that has not begun."""
     task, data = course.build()
-    found = Separable(why_not(task, course.recipe), own_layers(course.recipe, replicas))
+    recipe = course.recipe
+    found = Separable(why_not(task, recipe), own_layers(recipe.task(), recipe, replicas))
     if not task.has_own("training_step") or task.optimizes_by_hand:
         return found
     task.double()
@@ -110,7 +114,7 @@ def _measured(trainer: Trainer, *, seed: int) -> Measured:
 
 def _compare(trainer: Trainer, turn: str, found: Separable, name: str) -> None:
     trial = Trial(trainer.task, trainer.strategy, trainer.progress, turn, exact=EXACT)
-    trial.in_training = not (found.reason or found.left_out)
+    trial.in_training = not (found.reason or found.left_out())
     apart = {
         each.name: each
         for each in trial.differences(trainer.feed.source)

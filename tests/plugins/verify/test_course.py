@@ -116,10 +116,22 @@ def test_what_no_key_mends_is_counted_apart(task, why):
     assert str(report).endswith("1 of 4 checks passed, 3 left out")
 
 
+class Most(Small):
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        return super().training_step(batch) | {"most": self._error(batch).abs().max()}
+
+
+def test_a_metric_that_is_no_mean_is_left_out_of_the_metrics_alone():
+    report = check_strategy(DataParallel, recipe=Recipe("mine", Most, Table), only=CURVES, **TWO)
+    assert report["metrics"].result == "left out: most: no mean over rows"
+    assert str(report).endswith("3 of 4 checks passed, 1 left out")
+
+
 def test_one_replica_has_no_statistics_of_its_own():
     recipe = Recipe("mine", Normed, Table, TrainerSettings(dropout="row"))
-    assert own_layers(recipe, 1).is_empty and not own_layers(recipe, 2).is_empty
-    assert own_layers(Recipe("mine", Encoded, Table, EXACT), 2).is_empty
+    assert own_layers(Normed(), recipe, 1).is_empty
+    assert not own_layers(Normed(), recipe, 2).is_empty
+    assert own_layers(Encoded(), Recipe("mine", Encoded, Table, EXACT), 2).is_empty
 
 
 def test_batch_norm_on_one_replica_is_compared_whatever_its_key():
