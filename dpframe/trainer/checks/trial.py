@@ -40,6 +40,7 @@ from dpframe.trainer.outputs import Measured
 CUT = 3  # no share has one row, which an honest squeeze() or std() would not survive
 EXACT = 1e-6  # in float64, of the numbers that are added
 ROUNDINGS = 64  # in float32, from which on float64 is asked
+TRAINING = "in training mode"
 HALVES = (torch.float16, torch.bfloat16)
 LARGE = 1e-4  # in float32, where the step can't be computed in float64
 FREE = 4  # times the memory that the weights take in float64 has to be free
@@ -116,7 +117,8 @@ class Trial(Tried):
                 return self._apart(samples, collate)
             except NotCompared as why:
                 if not self.keeps:
-                    self.not_compared.append(f"in training mode: {why}")
+                    said = str(why).removeprefix(f"{TRAINING}, ")
+                    self.not_compared.append(f"{TRAINING}: {said}")
             self.in_training = self.gathers = self.needs_gradients = False
             self.task.eval()
         return self._apart(samples, collate)
@@ -148,9 +150,9 @@ class Trial(Tried):
         except Exception as error:
             if memory.ran_out(error) or isinstance(error, Moved):
                 raise
-            mode = "" if self.in_training else "in evaluation mode, "
+            mode = TRAINING if self.in_training else "in evaluation mode"
             said = first_line(error)
-            raise NotCompared(f"{mode}a step of a few rows says: {said}") from None
+            raise NotCompared(f"{mode}, a step of a few rows says: {said}") from None
         numbers = [each.whole for each in pairs if each.name == "loss" or not self.trains]
         self.is_told |= any(number and math.isfinite(number) for number in numbers)
         return self._trusted([each for each in pairs if not each.off <= limit], whole)
