@@ -57,9 +57,6 @@ def build(folder: Path) -> int:
 def write(path: str, page: Path) -> list[str]:
     """Writes the page that shows a file or a folder; returns what it links to."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    if page.suffix == ".png":
-        shutil.copy(ROOT / path, page)
-        return []
     if page_of(path).startswith("source/"):
         page.write_text(source(ROOT / path), encoding="utf-8")
         return []
@@ -73,7 +70,7 @@ def write(path: str, page: Path) -> list[str]:
 
 def page_of(path: str) -> str:
     """Where a file of the repository is among the pages."""
-    is_docs = Path(path).parent == Path("docs") and path.endswith((".md", ".png"))
+    is_docs = Path(path).parent == Path("docs") and path.endswith(".md")
     return AT_THE_TOP.get(path) or (Path(path).name if is_docs else f"source/{path}.md")
 
 

@@ -52,14 +52,6 @@ def installed(wheel, tmp_path_factory):
     return environment
 
 
-def test_the_sdist_has_the_pictures_of_the_readme(wheel):
-    (sdist,) = wheel.parent.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        inside = {name.partition("/")[2] for name in archive.getnames()}
-    shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
-    assert len(shown) == 2 and set(shown) <= inside
-
-
 def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {f"dpframe/{path}" for path in files("dpframe", "*.py")} | {"dpframe/py.typed"}

@@ -1,9 +1,11 @@
 """What the README and the guides show is what happens."""
 
 import json
+import os
 import re
 import runpy
 import shlex
+import signal
 import tomllib
 from contextlib import redirect_stdout
 from io import StringIO
@@ -14,7 +16,7 @@ import pytest
 import torch
 from attempted import Attempt, attempted
 from command import attempts, dpframe, write
-from forked import fresh
+from forked import fresh, started
 
 from dpframe import Strategy, checkpoint
 from dpframe.strategies.group import GroupCollectives
@@ -40,7 +42,7 @@ def files_of(page: str) -> dict[str, str]:
 def commands_of(page: str) -> list[str]:
     """Every `dpframe …` line of a bash or console block, and of torchrun the same."""
     blocks = re.findall(r"```(?:bash|console)\n(.*?)^```$", text_of(page), re.S | re.M)
-    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    lines = [re.split(" [#|] ", line)[0] for block in blocks for line in block.splitlines()]
     found = [re.search(r"^(?:\$ )?(?:.*-m )?dpframe (.*)", line) for line in lines]
     return [match[1].strip() for match in found if match]
 
@@ -96,6 +98,24 @@ def test_the_two_commands_of_continuous_integration_are_there():
         "pip install -c constraints.txt -e . && python -m dpframe recipe=boston",
         "pip install -c constraints.txt -e '.[dev]' && python -m pytest",
     ]
+
+
+def test_the_first_screen_has_the_same_number_on_any_replicas_and_after_a_kill(tmp_path):
+    _, block = re.findall(r"```(bash|console)\n(.*?)^```$", text_of("README.md"), re.S | re.M)[1]
+    done = [re.sub(r" [|>].*", "", line[2:]) for line in block.splitlines() if line[0] == "$"]
+    numbers = {line for line in block.splitlines() if line.startswith("val/loss ")}
+    assert len(done) == 6 and len(numbers) == 1
+    for words in map(shlex.split, done):
+        line = words[words.index("dpframe") + 1 :]
+        if words[0] == "timeout":
+            with started([*line, "hydra.run.dir=outputs/boston/killed"], tmp_path) as job:
+                job.wait_for("outputs/boston/killed/checkpoints/last.ckpt")
+                os.kill(job.pid, signal.SIGKILL)
+                job.wait()
+        else:
+            printed = dpframe(*line, cwd=tmp_path).stdout
+            assert numbers <= {*printed.splitlines()}, printed
+    assert "resume=last is outputs/boston/killed/" in printed and "\nresumed at epoch " in printed
 
 
 # Commands with what they have after them here, and what they should print.
@@ -180,7 +200,7 @@ ELSEWHERE = "|".join(
         r"\bddp\b|strategy=(fsdp|ray)|sweep\.jobs|gpus=\[",  # ranks, GPUs
         r"mode=(compare|doctor|export|tune|verify)|hydra/(sweeper|launcher)|hydra\.sweep\.dir",
         r"trainer\.compile|logical_replicas|recipe=gpt|experiment=gpt2|huggingface|my\.LitModel",
-        r"sweep\.resume|outputs/(gpt|transfer)|data\.folder=trips",
+        r"sweep\.resume|outputs/(gpt|transfer)|data\.folder=trips|boston trainer\.precision=64$",
     ]
 )
 HOUSES = "CRIM,ZN,INDUS,CHAS,NOX,RM,AGE,DIS,RAD,TAX,PTRATIO,B,LSTAT\n" + "1," * 12 + "1\n"
