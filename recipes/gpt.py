@@ -28,13 +28,15 @@ class GPT(dpframe.Task):
         heads: int = 4,
         width: int = 128,
         dropout: float = 0.0,
+        attention_dropout: float | None = None,  # None: as dropout
     ) -> None:
         if width % heads:
             raise dpframe.UserError(
                 f"task.width={width} can't be divided by task.heads={heads}; "
                 f"set task.width={heads * -(-width // heads)}"
             )
-        net = Transformer(vocabulary, block, layers, heads, width, dropout)
+        dropouts = dropout, dropout if attention_dropout is None else attention_dropout
+        net = Transformer(vocabulary, block, layers, heads, width, *dropouts)
         super().__init__(net, optimizer, scheduler)
         self.block = block
 
@@ -70,13 +72,21 @@ class Transformer(nn.Module):
     """The logits of the next token at every place; one table of tokens for both ends."""
 
     def __init__(
-        self, vocabulary: int, block: int, layers: int, heads: int, width: int, dropout: float
+        self,
+        vocabulary: int,
+        block: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float,
+        attention_dropout: float,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(block, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        blocks = (Block(width, heads, dropout, attention_dropout) for _ in range(layers))
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -93,9 +103,10 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.attention_dropout = attention_dropout
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -111,7 +122,7 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout.p if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         heads = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.out(heads.transpose(1, 2).flatten(2))
 

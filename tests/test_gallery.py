@@ -230,12 +230,25 @@ def test_a_resume_within_an_epoch_ends_in_the_same_state_to_the_bit(name):
 
 
 def test_gpt_sees_nothing_that_comes_later():
-    net = gpt.Transformer(vocabulary=9, block=6, layers=2, heads=2, width=8, dropout=0.0)
+    net = gpt.Transformer(
+        vocabulary=9, block=6, layers=2, heads=2, width=8, dropout=0, attention_dropout=0
+    )
     text = torch.tensor([[1, 2, 3, 4, 5, 6]])
     other = torch.tensor([[1, 2, 3, 8, 8, 8]])
     logits, others = net(text)[0], net(other)[0]
     assert torch.allclose(logits[:3], others[:3])
     assert not torch.allclose(logits[3:], others[3:])
+
+
+def test_gpt_with_dropout_but_in_attention_trains_alike_on_any_number_of_replicas():
+    words = f"{TINY['gpt']} {EXACT} trainer.dropout=row task.dropout=0.1"
+    places = [CPU(), DataParallel(2, "cpu"), DataParallel(3, "cpu")]
+    whole, *others = (trained("gpt", f"{words} task.attention_dropout=0", at) for at in places)
+    for other in others:
+        assert not other.training.own
+        assert weights_apart(weights(other.task), weights(whole.task)) <= 1e-12
+    own = trained("gpt", f"{words} trainer.max_steps=1", places[1]).training.own
+    assert own.startswith("of each replica's own: net.blocks.0 (scaled_dot_product_attention), ")
 
 
 def test_an_experiment_makes_gpt_2():
