@@ -13,6 +13,7 @@ WEEKLY = {
     "answers": 9,
     "lenet": 5,
     "larger": 5,
+    "exact": 5,
     "growth": 7,
     "neighbours": 5,
 }

@@ -31,7 +31,13 @@ LARGER: dict[str, dict[str, float]] = {
     "resnet": {TUNED: 1.02, BARE: 0.95},
     "gan": {},
 }
-DDP = ("recipe=boston", "strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu")
+RANKS = ("strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu")
+DDP = ("recipe=boston", *RANKS)
+FEW_STEPS = ("trainer.max_epochs=12", "trainer.limit_train_batches=2", "callbacks=none")
+FEW_STEPS += ("trainer.sanity_batches=0", "trainer.limit_val_batches=1")
+GPT = ("recipe=gpt", "task.dropout=0.1", "task.attention_dropout=0", "data.stories=100", *FEW_STEPS)
+RESNET = (f"--config-dir={PROGRAMS / 'conf'}", "recipe=resnet")
+EXACT = (("trainer.batch_norm", "global", RESNET), ("trainer.dropout", "row", GPT))
 COMPLETING = """\
 import os, sys
 os.environ.update(COMP_LINE="python -m dpframe recipe=b", COMP_POINT="26")
@@ -136,6 +142,18 @@ def larger(rounds: int) -> list[Result]:
     return results
 
 
+def exact(rounds: int) -> list[Result]:
+    """Layers that are computed for the whole batch, beside those that are each replica's own."""
+    results = []
+    for key, value, words in EXACT:
+        ours, own = f"{key}={value}", f"{key}=replica"
+        runs = in_turns([noted(*words, *RANKS, each, name=each) for each in (ours, own)], rounds)
+        check_losses(runs)
+        name = f"{ours}: replica"
+        results.append(compared("a step on two ranks", name, runs[ours], runs[own], "step", None))
+    return results
+
+
 @contextmanager
 def made_up_images() -> Iterator[str]:
     """A folder with them."""
@@ -223,6 +241,7 @@ SECTIONS: dict[str, Callable[[int], list[Result]]] = {
     "answers": answers,
     "lenet": lenet,
     "larger": larger,
+    "exact": exact,
     "growth": growth,
     "neighbours": neighbours,
 }
