@@ -1,7 +1,6 @@
 """TensorBoard, and headless Chromium by its DevTools protocol: what a user of a page sees."""
 
 import asyncio
-import base64
 import json
 import os
 import re
@@ -39,20 +38,14 @@ function texts(selector) {
 
 
 class Page:
-    def __init__(self, port: int, size: tuple[int, int]) -> None:
+    def __init__(self, port: int) -> None:
         with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
             (page,) = [target for target in json.load(answer) if target["type"] == "page"]
         self._loop = asyncio.new_event_loop()
         self._socket = self._loop.run_until_complete(_connected(page["webSocketDebuggerUrl"]))
         self._sent = 0
-        width, height = size
-        self._ask(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self._ask("Emulation.setDeviceMetricsOverride", **size)
 
     def open(self, address: str) -> None:
         self._ask("Page.navigate", url=address)
@@ -73,9 +66,6 @@ class Page:
             assert time.monotonic() < end, f"{script} is still {value!r}"
             time.sleep(0.05)
         return value
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
 
     def close(self) -> None:
         self._socket.close()
@@ -98,11 +88,11 @@ class Page:
 
 
 async def _connected(address: str) -> Any:
-    return await websocket_connect(address, max_message_size=2**27)  # a screenshot is one message
+    return await websocket_connect(address, max_message_size=2**27)  # all of an answer is one
 
 
 @contextmanager
-def chromium(directory: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[Page]:
+def chromium(directory: Path) -> Iterator[Page]:
     assert CHROMIUM is not None, "there is no chromium"
     profile = directory / "chromium"
     process = started(
@@ -119,7 +109,7 @@ def chromium(directory: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[P
     )
     with ended(process):
         port = int(_when_there(profile / "DevToolsActivePort", process).split()[0])
-        page = Page(port, size)
+        page = Page(port)
         try:
             yield page
         finally:
