@@ -213,6 +213,8 @@ SLOW_FILES = {
     "compiled",
     "configs",
     "dashboard",
+    "exact_layers",
+    "layer_fuzz",
     "fakecuda",
     "fakenccl",
     "gpu",

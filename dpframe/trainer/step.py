@@ -170,25 +170,26 @@ class TrainStep(nn.Module):
             # The last weights first, as their gradients come in a backward.
             trained = list(filter(is_trained, self.task.parameters()))[::-1]
             return self._nothing(*trained or refuse_frozen(self.task)), []
-        step = self.task.training_step
+        task = self.task
+        step = task.training_step
         if self.compiled is not None:
-            step = partial(self.compiled, self.task)
-        current_share.of(share, self.task.run_context, *self.turn or ("",))
+            step = partial(self.compiled, task)
+        current_share.of(share, task.run_context, *self.turn or ("",))
         try:
             if self.begins_dropout:
-                begin_in_graph(current_share, self.task.device)
+                begin_in_graph(current_share, task.device)
             if self.autocast is None:
                 output = step(share.batch, *self.turn)
             else:
                 with self.autocast():
                     output = step(share.batch, *self.turn)
             if isinstance(output, dict) and isinstance(output.get("loss"), dict):
-                output = one_loss(output, self.task, "training_step")
+                output = one_loss(output, task, "training_step")
         finally:
             current_share.rows, current_share.context = 0, None
-        loss = loss_of(output, self.task)
+        loss = loss_of(output, task)
         is_weighted = "weight" in output
-        weight = exact_weight(output["weight"], self.task) if is_weighted else rows
+        weight = exact_weight(output["weight"], task) if is_weighted else rows
         if is_weighted and is_nothing(output):
             loss = self._nothing(loss)
         elif is_weighted or rows != of:

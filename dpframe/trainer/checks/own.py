@@ -4,7 +4,7 @@ A step of a few rows in training mode shows what is drawn, and where the rows of
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from dpframe.layers.exact import (
     is_torchs,
 )
 from dpframe.rows import current_share, ongoing
+from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
 from dpframe.trainer.checks.trial import CUT, Trial
@@ -82,50 +83,69 @@ def find_own(
     """Gives the layers of a task the classes that the settings ask for, tells dropout layers where
     the rows are, and finds what each of several replicas has of its own. Refuses a BatchNorm that
     would get one row."""
-    task, strategy, source = placed.task, placed.strategy, feed.source
-    batch_norm, dropout = settings.has_global_batch_norm, settings.drops_by_row
+    task, strategy = placed.task, placed.strategy
+    kinds = {"batch_norm": settings.has_global_batch_norm, "dropout": settings.drops_by_row}
+    is_several = strategy.replicas > 1 and not strategy.logical_shares
+    convert(task, **kinds)
+    dropouts = [m for m in task.modules() if isinstance(m, RowDropout)]
+    norms = [m for m in task.modules() if isinstance(m, BATCH_NORMS) and m.training]
+    if not (is_several or dropouts or norms):
+        return Own()
+    if is_several:
+        _refuse_divided(feed.source, settings, norms, dropouts)
+    replicas = 1 if kinds["batch_norm"] else strategy.replicas
+    is_looked_at = bool(dropouts) or (is_several and settings.share_check != "off")
+    has_one = bool(norms) and 1 in shares_of(feed, settings, replicas)
     own, watch, drawn = Own(), Watch(), list[Drawn]()
     convert(task, batch_norm=True, dropout=True)  # which the watch can see
-    modules = {name: module for name, module in task.named_modules() if module.training}
-    is_several = strategy.replicas > 1 and not strategy.logical_shares
-    dropouts = {name: m for name, m in task.named_modules() if isinstance(m, RowDropout)}
-    has_norms = any(isinstance(module, BATCH_NORMS) for module in modules.values())
-    replicas = 1 if batch_norm else strategy.replicas
-    has_one = has_norms and 1 in shares_of(feed, settings, replicas)
-    _refuse_divided(source, settings, is_several, modules.values())
     try:
         if updates.by_hand is not None:
             raise NotCompared("the task steps its optimizers itself")
         trials = [Trial(task, strategy, progress, turn) for turn in updates]
-        is_checked = is_several and settings.share_check != "off"
-        for trial in trials if is_checked or (dropout and dropouts) else ():
-            drawn += _looked_at(trial, source, watch)
+        for trial in trials if is_looked_at else ():
+            drawn += _looked_at(trial, feed.source, watch)
         if has_one:
-            _refuse_one_row(trials[0], source, replicas)
+            _refuse_one_row(trials[0], feed.source, replicas)
     except NotCompared as why:
         own.unknown = str(why)
     finally:
-        convert(task, batch_norm=batch_norm, dropout=dropout)
-    names = {module: name for name, module in task.named_modules()}
-    places = {names[layer]: dim for layer, dim in watch.places()}
-    if dropout and dropouts:  # one of the processes may have had no memory to look
-        places = strategy.collectives.broadcast(places)
-        for name, module in dropouts.items():
-            module.row_dim = places.get(name)
+        convert(task, **kinds)
+    if dropouts:
+        _place(task, strategy, watch)
     if not is_several:
         return Own()
-    for name, module in modules.items():
-        if isinstance(module, nn.SyncBatchNorm) and strategy.world_size > 1:
+    _name_layers(own, task, strategy, watch)
+    own.others += _in_words(drawn, task)
+    return own
+
+
+def _place(task: Task, strategy: Strategy, watch: "Watch") -> None:
+    """Tells dropout layers where the rows are: one of the processes may have had no memory to
+    look."""
+    names = {module: name for name, module in task.named_modules()}
+    found = {names[layer]: dim for layer, dim in watch.places()}
+    places = strategy.collectives.broadcast(found)
+    for module, name in names.items():
+        if isinstance(module, RowDropout):
+            module.row_dim = places.get(name)
+
+
+def _name_layers(own: Own, task: Task, strategy: Strategy, watch: "Watch") -> None:
+    for name, module in task.named_modules():
+        is_synced = isinstance(module, nn.SyncBatchNorm) and strategy.world_size > 1
+        if is_synced or not module.training:
             continue
         if said := _said_of(module, name, watch):
             own.others.append(said)
         elif kind := kind_of(module):
             own.layers[kind] += 1
-    by = Counter(
-        f"{names.get(each.module, '') if each.module else ''} ({each.by})" for each in drawn
-    )
-    own.others += [said if said[0] != " " else f"the step{said}" for said in by]
-    return own
+
+
+def _in_words(drawn: Iterable[Drawn], task: Task) -> list[str]:
+    """What a step has drawn, by the modules that have."""
+    names: dict[Any, str] = {module: name for name, module in task.named_modules()}
+    said = (f"{names.get(each.module) or 'the step'} ({each.by})" for each in drawn)
+    return list(dict.fromkeys(said))
 
 
 def shares_of(feed: TrainingData, settings: TrainerSettings, replicas: int) -> set[int]:
@@ -140,24 +160,26 @@ def shares_of(feed: TrainingData, settings: TrainerSettings, replicas: int) -> s
 
 
 def _refuse_divided(
-    source: Any, settings: TrainerSettings, is_several: bool, modules: Iterable[nn.Module]
+    source: Any,
+    settings: TrainerSettings,
+    norms: Sequence[nn.Module],
+    dropouts: Sequence[nn.Module],
 ) -> None:
     is_divided = source.is_divided and isinstance(source.dataset, IterableDataset)
-    if not is_several or not (is_divided or source.is_by_rank):
+    if not (is_divided or source.is_by_rank):
         return
-    for module in modules:
-        if settings.has_global_batch_norm and isinstance(module, BATCH_NORMS):
-            key, kind = KEYS["BatchNorm"], "BatchNorm"
-        elif settings.drops_by_row and isinstance(module, RowDropout):
-            key, kind = KEYS["Dropout"], "Dropout"
-        else:
-            continue
-        how = "data.divide_streams=true" if is_divided else "data.divided=by_rank"
-        raise UserError(
-            f"{key} with {how}: which rows make a batch depends on the number of ranks, so that "
-            f"no {kind} is the same on any; use {key.partition('=')[0]}=replica, or give all "
-            "ranks the same data"
-        )
+    if norms and settings.has_global_batch_norm:
+        kind = "BatchNorm"
+    elif dropouts:
+        kind = "Dropout"
+    else:
+        return
+    how = "data.divide_streams=true" if is_divided else "data.divided=by_rank"
+    raise UserError(
+        f"{KEYS[kind]} with {how}: which rows make a batch depends on the number of ranks, so that "
+        f"no {kind} is the same on any; use {KEYS[kind].partition('=')[0]}=replica, or give all "
+        "ranks the same data"
+    )
 
 
 def kind_of(module: Any) -> str:
