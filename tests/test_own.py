@@ -106,10 +106,10 @@ CASES: dict[str, tuple[Callable[[], Task], str]] = {
         "",
     ),
     "what needs nothing": (lambda: Layers(a=nn.LayerNorm(8), b=nn.GroupNorm(2, 8)), ""),
-    "an LSTM": (lambda: Layers(rnn=lstm()), f"{OWN}own.rnn.layer (dropout within a LSTM)"),
+    "an LSTM": (lambda: Layers(rnn=lstm()), f"{OWN}own.rnn.layer (LSTM's own dropout)"),
     "an attention": (
         lambda: Layers(heads=attention()),
-        f"{OWN}own.heads.layer (dropout within a MultiheadAttention)",
+        f"{OWN}own.heads.layer (MultiheadAttention's own dropout)",
     ),
     "DropPath": (lambda: Layers(path=DropPath()), f"{OWN}own.path (bernoulli_)"),
     "a number drawn in a step": (lambda: Layers(drawing), f"{OWN}the step (rand)"),
@@ -141,7 +141,7 @@ def test_with_both_keys_the_line_is_gone(case):
 
 def test_what_no_key_mends_stays():
     task = Layers(drawing, a=nn.Dropout(0.1), rnn=lstm())
-    line = f"{OWN}own.rnn.layer (dropout within a LSTM), the step (rand)"
+    line = f"{OWN}own.rnn.layer (LSTM's own dropout), the step (rand)"
     assert own(task, exact_layers=True) == line
 
 
@@ -168,16 +168,34 @@ class Turned(Layers):
 
 
 def test_a_dropout_layer_whose_rows_are_not_known_is_named_by_row_and_counted_without():
-    assert own(Unused(), dropout="row") == f"{OWN}later (dropout: the trial did not call it)"
     assert own(Unused()) == f"1 Dropout {SEES.format('layer sees')}{DROP}"
     line = own(Turned(), dropout="row", share_check="off")  # which refuses its loss
     assert line == f"{OWN}drop (dropout: its rows were not found)"
 
 
+class Late(Unused):
+    is_later = False
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        self.is_later = trainer.epoch > 0
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        self.step = (lambda task, x: task.later(x)) if self.is_later else None
+        return super().training_step(batch)
+
+
+def test_a_dropout_layer_that_the_trial_has_not_called_says_so_once_when_it_is(caplog):
+    line = "later: its dropout is each replica's own, as the trial before the run has not called it"
+    for task, lines in ((Unused(), []), (Late(), [line])):
+        made = fitted(task, strategy=TWO(), dropout="row", max_epochs=3)
+        assert made.training.own == ""
+        assert [each.getMessage() for each in caplog.records] == lines
+
+
 def test_without_the_share_check_layers_are_named_all_the_same():
     task = Layers(drawing, a=nn.Dropout(0.1), rnn=lstm())
     line = (
-        f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}own.rnn.layer (dropout within a LSTM)"
+        f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}own.rnn.layer (LSTM's own dropout)"
     )
     assert own(task, share_check="off") == line
 

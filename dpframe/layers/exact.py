@@ -4,6 +4,7 @@ As torch.nn.utils.parametrize does it, only the class of a layer changes: its na
 stay, and so does what it is, e.g. for `isinstance`.
 """
 
+import logging
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -16,11 +17,12 @@ from dpframe.layers.batch_norm import OfAllRows, is_shared
 from dpframe.layers.dropout import ALPHA, keep_rows, scale
 from dpframe.rows import buffers_kept, current_share, ongoing, outside_of_graphs
 
+log = logging.getLogger("dpframe")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ALPHAS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 # By how many dimensions their inputs have.
 BY_CHANNEL = {nn.Dropout1d: (3,), nn.Dropout2d: (3, 4), nn.Dropout3d: (5,)}
-OWN_NAMES = {"key", "row_dim"}  # attributes of RowDropout
+OWN_NAMES = {"key", "row_dim", "row_name", "row_told"}  # attributes of RowDropout
 DROPOUTS = (nn.Dropout, *BY_CHANNEL, *ALPHAS)
 
 
@@ -77,6 +79,8 @@ class RowDropout(Exact):
 
     row_dim: int | None  # the dimension of its input that is the rows; None: nothing has told
     key: int
+    row_name: str
+    row_told: bool  # that it is each replica's own
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if ongoing.watch is not None:  # also of one that drops nothing yet
@@ -86,6 +90,8 @@ class RowDropout(Exact):
             return super().forward(x)
         is_outside = not (torch.compiler.is_compiling() or current_share.rows or ongoing.backward)
         if self.row_dim is None or is_outside:
+            if not (is_outside or self.row_told or torch.compiler.is_compiling()):
+                self._tell()
             return super().forward(x)
         of = own_class(self)
         channels = issubclass(of, (*BY_CHANNEL, nn.FeatureAlphaDropout))
@@ -98,6 +104,16 @@ class RowDropout(Exact):
         if self.inplace:
             return x.mul_(kept.to(x.dtype) * scale(self.p))
         return torch.where(kept, x * scale(self.p), 0.0)
+
+    def _tell(self: Any) -> None:
+        """Of a layer that the trial has not met, e.g. of a later epoch."""
+        self.row_told = True
+        strategy = current_share.context.strategy
+        if strategy is not None and strategy.replicas > 1 and strategy.is_main:
+            log.warning(
+                f"{self.row_name}: its dropout is each replica's own, as the trial before the run "
+                "has not called it"
+            )
 
     def takes(self, dim: int, ndim: int) -> bool:
         """Whether dimension `dim` of inputs with so many may be the rows."""
@@ -114,15 +130,16 @@ def convert(task: nn.Module, *, batch_norm: bool, dropout: bool) -> None:
         dims = vars(module).get("row_dim")
         if isinstance(module, Exact):
             _become(module, own_class(module))
-            for own in OWN_NAMES & vars(module).keys():
-                del vars(module)[own]
+            for each in OWN_NAMES & vars(module).keys():
+                del vars(module)[each]
         kind: Any = type(module)
         if batch_norm and isinstance(module, BATCH_NORMS):
             is_synced = kind is nn.SyncBatchNorm
             _become(module, _put_before(GlobalBatchNorm, Synced if is_synced else kind))
         elif dropout and isinstance(module, DROPOUTS) and is_torchs(module):
             _become(module, _put_before(RowDropout, kind))
-            vars(module).update(key=crc32(name.encode()), row_dim=dims)
+            own = {"key": crc32(name.encode()), "row_dim": dims}
+            vars(module).update(own, row_name=name, row_told=False)
 
 
 def drops_by_row(task: nn.Module) -> bool:

@@ -135,7 +135,7 @@ def _name_layers(own: Own, task: Task, strategy: Strategy, watch: "Watch") -> No
         is_synced = isinstance(module, nn.SyncBatchNorm) and strategy.world_size > 1
         if is_synced or not module.training:
             continue
-        if said := _said_of(module, name, watch):
+        if said := _said_of(module, name, watch, own.unknown):
             own.others.append(said)
         elif kind := kind_of(module):
             own.layers[kind] += 1
@@ -191,16 +191,16 @@ def kind_of(module: Any) -> str:
     return "Dropout" if is_own and module.p > 0 else ""
 
 
-def _said_of(module: Any, name: str, watch: "Watch") -> str:
-    """Of a layer that no key makes the batch's."""
+def _said_of(module: Any, name: str, watch: "Watch", unknown: str) -> str:
+    """Of a layer that no key makes the batch's. One that the trial has not called may have none in
+    the run; else it tells so itself."""
     if isinstance(module, RowDropout) and vars(module)["p"] > 0 and module.row_dim is None:
-        was_called = module in watch.called
-        why = "its rows were not found" if was_called else "the trial did not call it"
-        return f"{name} (dropout: {why})"
+        why = "its rows were not found" if module in watch.called else unknown
+        return f"{name} (dropout: {why})" if why else ""
     if module in watch.unlike:
         return f"{name} (a {type(module).__name__} with statistics of its own)"
     if has_inner_dropout(module):
-        return f"{name} (dropout within a {type(module).__name__})"
+        return f"{name} ({type(module).__name__}'s own dropout)"
     return ""
 
 
