@@ -194,9 +194,7 @@ def test_a_dropout_layer_that_the_trial_has_not_called_says_so_once_when_it_is(c
 
 def test_without_the_share_check_layers_are_named_all_the_same():
     task = Layers(drawing, a=nn.Dropout(0.1), rnn=lstm())
-    line = (
-        f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}own.rnn.layer (LSTM's own dropout)"
-    )
+    line = f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}own.rnn.layer (LSTM's own dropout)"
     assert own(task, share_check="off") == line
 
 

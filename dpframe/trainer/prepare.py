@@ -101,7 +101,14 @@ def make_training(
     monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
     is_resumed = resumed_from is not None
     drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
-    own = find_own(placed, settings, feed, updates, progress)
+    own = find_own(
+        placed,
+        settings,
+        feed,
+        updates,
+        progress,
+        modes_may_change=may_change_modes(task, callbacks),
+    )
     notes = check_shares(
         placed, settings, feed, updates, progress, monitored, own, is_resumed=is_resumed
     )
@@ -252,6 +259,14 @@ def notes_of(
         rises = count(schedule.warmup, steps) if isinstance(schedule, Warmed) else 0
         end = ", which end within its warm-up" if 0 < steps <= rises else ""
         yield f"task.schedule: {schedule}, {steps or 'unknown'} steps in all{end}"
+
+
+def may_change_modes(task: Task, callbacks: Sequence[Callback]) -> bool:
+    """Whether a hook may put modules into evaluation mode before the first step."""
+    kinds = [type(each) for each in callbacks]
+    has_others = any(not kind.__module__.startswith("dpframe.") for kind in kinds)
+    is_own = any(hasattr(task, hook) for hook in ("on_fit_start", "on_epoch_start"))
+    return has_others or is_own or any(kind.__name__ == "Freeze" for kind in kinds)
 
 
 def modules_in_eval_mode(task: Task) -> list[str]:

@@ -79,10 +79,12 @@ def find_own(
     feed: TrainingData,
     updates: Turns,
     progress: Progress,
+    *,
+    modes_may_change: bool = False,
 ) -> Own:
     """Gives the layers of a task the classes that the settings ask for, tells dropout layers where
     the rows are, and finds what each of several replicas has of its own. Refuses a BatchNorm that
-    would get one row."""
+    would get one row, unless hooks may put it into evaluation mode first."""
     task, strategy = placed.task, placed.strategy
     kinds = {"batch_norm": settings.has_global_batch_norm, "dropout": settings.drops_by_row}
     is_several = strategy.replicas > 1 and not strategy.logical_shares
@@ -95,7 +97,8 @@ def find_own(
         _refuse_divided(feed.source, settings, norms, dropouts)
     replicas = 1 if kinds["batch_norm"] else strategy.replicas
     is_looked_at = bool(dropouts) or (is_several and settings.share_check != "off")
-    has_one = bool(norms) and 1 in shares_of(feed, settings, replicas)
+    may_have_one = bool(norms) and not modes_may_change
+    has_one = may_have_one and 1 in shares_of(feed, settings, replicas)
     own, watch, drawn = Own(), Watch(), list[Drawn]()
     convert(task, batch_norm=True, dropout=True)  # which the watch can see
     try:
