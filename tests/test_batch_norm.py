@@ -159,7 +159,10 @@ def test_classes_are_torchs_own_again_and_names_stay():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel, DDP, FSDP])
+@pytest.mark.parametrize(
+    "kind",
+    [SingleGPU, DataParallel, DDP, pytest.param(FSDP, marks=pytest.mark.frees_by_waits)],
+)
 def test_gpus_are_as_one_process_on_the_cpu(kind):
     """Within the rounding of other kernels."""
     found = on(kind(accelerator="cuda"), all_ways)
