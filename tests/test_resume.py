@@ -210,11 +210,10 @@ def by_step(log: list[tuple[int, dict[str, float]]]) -> dict[int, dict[str, floa
     return steps
 
 
-def resumed_on(strategy: Strategy, folder: str, max_steps: int | None) -> tuple:
+def went_on(strategy: Strategy, folder: str, max_steps: int | None, **settings: Any) -> Any:
+    """Three epochs, or the rest of them, up to `max_steps`."""
     last = Path(folder) / "checkpoints" / "last.ckpt"
-    one = fitted(
-        make=partial(Small, small.Adam),
-        data=Rows(26, 4),
+    return fitted(
         callbacks=[Checkpoint(every_n_steps=1)],
         directory=folder,
         strategy=strategy,
@@ -222,7 +221,13 @@ def resumed_on(strategy: Strategy, folder: str, max_steps: int | None) -> tuple:
         max_epochs=3,
         max_steps=max_steps,
         resume=checkpoint.load(last) if last.exists() else None,
+        **settings,
     )
+
+
+def resumed_on(strategy: Strategy, folder: str, max_steps: int | None) -> tuple:
+    make = partial(Small, small.Adam)
+    one = went_on(strategy, folder, max_steps, make=make, data=Rows(26, 4))
     return one.global_step, one.task.state_dict(), one.metrics
 
 
@@ -247,19 +252,8 @@ def normed() -> Small:
 
 
 def resumed_layers(strategy: Strategy, folder: str, max_steps: int, exact: bool) -> tuple:
-    last = Path(folder) / "checkpoints" / "last.ckpt"
-    one = fitted(
-        make=normed,
-        data=Rows(30, 8),  # four batches, the last of six rows
-        callbacks=[Checkpoint(every_n_steps=1)],
-        directory=folder,
-        strategy=strategy,
-        precision="64",
-        max_epochs=3,
-        max_steps=max_steps,
-        exact_layers=exact,
-        resume=checkpoint.load(last) if last.exists() else None,
-    )
+    data = Rows(30, 8)  # four batches, the last of six rows
+    one = went_on(strategy, folder, max_steps, make=normed, data=data, exact_layers=exact)
     changes = [change for change in one.training.changes if "curve" in change]
     return one.task.state_dict(), one.metrics, changes
 

@@ -135,9 +135,9 @@ def convert(task: nn.Module, *, batch_norm: bool, dropout: bool) -> None:
         kind: Any = type(module)
         if batch_norm and isinstance(module, BATCH_NORMS):
             is_synced = kind is nn.SyncBatchNorm
-            _become(module, _put_before(GlobalBatchNorm, Synced if is_synced else kind))
+            _become(module, put_before(GlobalBatchNorm, Synced if is_synced else kind))
         elif dropout and isinstance(module, DROPOUTS) and is_torchs(module):
-            _become(module, _put_before(RowDropout, kind))
+            _become(module, put_before(RowDropout, kind))
             own = {"key": crc32(name.encode()), "row_dim": dims}
             vars(module).update(own, row_name=name, row_told=False)
 
@@ -162,10 +162,11 @@ def own_class(module: Exact) -> Any:
 
 
 @cache
-def _put_before(exact: Any, kind: Any) -> type[nn.Module]:
+def put_before(first: Any, kind: Any) -> type[nn.Module]:
+    """A class that is `first` and then `kind`, under the name of that."""
     shown: Any = nn.SyncBatchNorm if kind is Synced else kind
     names = {"__module__": shown.__module__, "__qualname__": shown.__qualname__}
-    return type(shown.__name__, (exact, kind), names)
+    return type(shown.__name__, (first, kind), names)
 
 
 def is_torchs(module: nn.Module) -> bool:

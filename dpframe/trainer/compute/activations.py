@@ -1,7 +1,7 @@
 """Blocks whose activations are computed again in the backward, instead of kept: less memory."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpframe.errors import UserError
+from dpframe.layers.exact import put_before
 from dpframe.rows import EachTime, Forward, buffers_kept
 from dpframe.util.patterns import blocks, match_modules
 
@@ -53,11 +54,5 @@ def drop_activations(task: nn.Module, choice: bool | str | Sequence[str] | None)
     for module in chosen.values():
         if not isinstance(module, Recomputed):  # it may have two names
             kind: Any = type(module)
-            module.__class__ = _recomputed(kind)
+            module.__class__ = put_before(Recomputed, kind)
     return list(chosen)
-
-
-@cache
-def _recomputed(kind: Any) -> type[nn.Module]:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (Recomputed, kind), names)
