@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import sys
 import threading
 from copy import deepcopy
@@ -46,6 +47,7 @@ from dpframe.trainer.compute.placement import (
 from dpframe.trainer.ranks import sendable
 
 ONCE = TrainerSettings(max_epochs=1)
+FD_SETSIZE = 1024  # select(2) takes no file of this number or a higher one
 
 
 class Counted(Strategy):
@@ -225,6 +227,20 @@ class Failing(Small):
 def test_an_error_in_its_ranks_is_the_trainers_with_their_traceback():
     with pytest.raises(RankFailed, match=r"(?s)rank \d failed:.*, in training_step.*: ouch$"):
         Trainer(heavy(Failing()), Rows(), max_epochs=1, gpus=2, accelerator="cpu").fit()
+
+
+def test_a_program_of_many_open_files_starts_ranks():
+    kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(20 * FD_SETSIZE, kept[1]), kept[1]))
+    try:
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(FD_SETSIZE)]
+        try:
+            Trainer(heavy(Small()), Rows(), max_epochs=1, gpus=2, accelerator="cpu").fit()
+        finally:
+            for file in files:
+                os.close(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, kept)
 
 
 def test_a_trainer_that_has_trained_resumes_from_the_checkpoint_that_fit_is_given():

@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -185,8 +184,8 @@ class _Interpreter:
 
     def _show(self, seconds: float) -> bool:
         """Whether there was anything."""
-        ready = select.select([*self._printed, self._inbox.fileno()], [], [], seconds)[0]
-        printed = [number for number in ready if number in self._printed]
+        ready = wait([*self._printed, self._inbox.fileno()], seconds)
+        printed = [number for number in self._printed if number in ready]
         for number in printed:
             at, decoder = self._printed[number]
             block = os.read(number, BLOCK)

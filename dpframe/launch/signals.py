@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import util
+from multiprocessing.connection import wait
 from typing import Any
 
 from dpframe.errors import Interrupted
@@ -181,7 +182,7 @@ class Interruption:
             if number == OVER[0]:
                 return
         deadline = time.monotonic() + self.grace_seconds
-        while select.select([news], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while wait([news], max(0.0, deadline - time.monotonic())):
             if os.read(news, 1) == OVER:
                 return
         self._end(number, describe_lateness(self.grace_seconds))

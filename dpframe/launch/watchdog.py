@@ -8,13 +8,13 @@ which no other C code stops that keeps the GIL.
 import faulthandler
 import os
 import re
-import select
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import takewhile
+from multiprocessing.connection import wait
 from pathlib import Path
 
 STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it
@@ -113,7 +113,7 @@ def _write_beat(fd: int) -> None:
 
 def receive(fd: int, seconds: float = 0.0) -> bytes:
     """What has come from a process that is connected."""
-    return os.read(fd, 65536) if select.select([fd], [], [], seconds)[0] else b""
+    return os.read(fd, 65536) if wait([fd], seconds) else b""
 
 
 def read_stack(pid: int, fd: int) -> str:
