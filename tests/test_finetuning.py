@@ -240,6 +240,26 @@ def test_a_validation_leaves_each_module_in_the_mode_that_it_was_in(mode, sanity
     assert "stays in evaluation mode in training: net.backbone.1; " in caplog.text
 
 
+class Backbone(nn.Sequential):
+    """Keeps its norm in evaluation mode, as backbones for detection do."""
+
+    def train(self, mode: bool = True) -> "Backbone":
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_a_module_that_says_itself_what_rests_is_heeded_from_the_first_step_on(caplog):
+    caplog.set_level("INFO", "dpframe")
+    task = Tuned(SGD)
+    task.net.backbone = Backbone(*task.net.backbone)
+    task.net.head.eval()
+    before = task.net.backbone[1].running_mean.clone()
+    run = fitted(task, ROWS(), max_steps=1, sanity_batches=0)
+    assert "evaluation mode in training: net.backbone.1, net.head; " in caplog.text
+    assert torch.equal(run.task.net.backbone[1].running_mean, before)
+
+
 @pytest.mark.parametrize(
     ("prepared", "named"),
     [

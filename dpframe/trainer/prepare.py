@@ -101,6 +101,7 @@ def make_training(
     monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
     is_resumed = resumed_from is not None
     drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
+    heed_own_modes(task)
     own = find_own(
         placed,
         settings,
@@ -267,6 +268,15 @@ def may_change_modes(task: Task, callbacks: Sequence[Callback]) -> bool:
     has_others = any(not kind.__module__.startswith("dpframe.") for kind in kinds)
     is_own = any(hasattr(task, hook) for hook in ("on_fit_start", "on_epoch_start"))
     return has_others or is_own or any(kind.__name__ == "Freeze" for kind in kinds)
+
+
+def heed_own_modes(task: Task) -> None:
+    """Modules that put parts of them into evaluation mode in a `train` of their own have done so
+    before the first step, which a new task needs no `train()` for."""
+    for module in task.modules():
+        train = type(module).train
+        if train is not nn.Module.train and not train.__module__.startswith("torch."):
+            module.train(module.training)
 
 
 def modules_in_eval_mode(task: Task) -> list[str]:
