@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from dpframe import DataModule, ShardedStream, Strategy, Task, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 
 TWO = partial(DataParallel, 2, "cpu")
 SEES = "{} each replica's rows alone: "
@@ -223,6 +224,26 @@ def test_the_command_says_it_and_a_strict_check_ends_it_in_one_line(tmp_path):
         f"dpframe: {line}; trainer.share_check=on trains all the same"
     )
     assert exact.code == 0 and "layers     " not in exact.out
+
+
+def notes(strategy: Strategy, check: str) -> Any:
+    given: dict[str, Any] = {"precision": "bf16", "share_check": check}
+    try:
+        made = trainer(Layers(a=nn.Dropout(0.1)), strategy=strategy, **given).prepare()
+    except UserError as error:
+        return str(error)
+    return made.notes
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="strategy=fsdp needs torch 2.13")
+def test_fsdp_says_what_it_has_not_compared_and_a_strict_check_ends_it_all_the_same():
+    rounding = FSDP(2, "cpu", param_dtype="bf16")
+    why = "the share check has not compared the loss: strategy.param_dtype rounds the weights"
+    assert why in on(rounding, notes, "on")
+    line = (
+        f"1 Dropout {SEES.format('layer sees')}{DROP}; trainer.share_check=on trains all the same"
+    )
+    assert on(rounding, notes, "strict") == line
 
 
 # What can't be computed at all is refused

@@ -69,10 +69,11 @@ def check_shares(
     if not _is_asked(strategy, settings):
         return ()
     placed.checked.add("val")
-    if _is_rounded(strategy):
-        return (f"{NOT_COMPARED}: strategy.param_dtype rounds the weights",)
-    if updates.by_hand is not None:
-        trials, notes = list[Any](), [f"{NOT_COMPARED}: the task steps its optimizers itself"]
+    trials, notes = list[tuple[Trial, Any]](), list[str]()
+    if is_rounded := _is_rounded(strategy):
+        notes.append(f"{NOT_COMPARED}: strategy.param_dtype rounds the weights")
+    elif updates.by_hand is not None:
+        notes.append(f"{NOT_COMPARED}: the task steps its optimizers itself")
     else:
         later = moments(feed.steps_per_epoch, feed.total_steps, settings.max_epochs)
         each = [
@@ -87,8 +88,9 @@ def check_shares(
             )
             for turn, update in updates.items()
         ]
-        trials, notes = [(trial, feed.source) for trial in each], list[str]()
-    trials += evaluated(task, strategy, progress, "val", feed.validation)
+        trials += [(trial, feed.source) for trial in each]
+    if not is_rounded:
+        trials += evaluated(task, strategy, progress, "val", feed.validation)
     notes += _told(trials, strategy, settings, monitored)
     own.add_statistics(set[str]().union(*(trial.keeps for trial, _ in trials)))
     if settings.share_check == "strict" and own.line:

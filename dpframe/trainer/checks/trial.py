@@ -169,12 +169,14 @@ class Trial(Tried):
     def _compares_gradients(
         self, pairs: list[Difference], limit: float, whole: Output, seconds: float
     ) -> bool:
-        if not self.trains or self.is_brief or self.strategy.sharding is not None:
+        if not self.trains or self.is_brief:
             return False
         if any(each.name == "loss" and not each.off <= limit for each in pairs):
             return False
         weights = sum(w.numel() for w in self.task.parameters() if w.requires_grad)
-        if weights > MOST_WEIGHTS:
+        if self.strategy.sharding is not None:
+            self.gradients_left_out = "each rank holds a part of each weight"
+        elif weights > MOST_WEIGHTS:
             self.gradients_left_out = f"there are more than {MOST_WEIGHTS:,} weights"
         elif seconds > FORWARD_SECONDS:
             self.gradients_left_out = f"a step of a few rows takes more than {FORWARD_SECONDS} s"
