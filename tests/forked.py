@@ -9,6 +9,7 @@ is for tests of the start (tests/command.py).
 import ctypes
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -56,7 +57,8 @@ def fresh(
     """`call(*args)` in a process that has computed nothing, so that its ranks are forks."""
     given = dict(os.environ if environment is None else environment)
     with ProcessPoolExecutor(1, server()) as pool:
-        return pool.submit(_call, call, args, folder, given).result()
+        # As bytes: the pool's own way would share each tensor by a file that is open here.
+        return pickle.loads(pool.submit(_call, call, args, folder, given).result())
 
 
 def on(
@@ -226,10 +228,10 @@ def limited(megabytes: int) -> None:
 
 def _call(
     call: Callable[..., Any], args: tuple, folder: Path | str, environment: dict[str, str]
-) -> Any:
+) -> bytes:
     _begin(folder, environment)
     local.allow_fork()  # nothing was computed here
-    return call(*args)
+    return pickle.dumps(call(*args))
 
 
 def _become(
