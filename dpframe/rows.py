@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.utils.module_tracker import ModuleTracker
 
 from dpframe import seeding
 from dpframe.data import split
@@ -117,13 +118,28 @@ current_share = CurrentShare()
 
 
 class Ongoing:
-    """What this process is doing; a device's backward may have a thread of its own."""
+    """What this process is doing."""
 
-    backward = False  # of a training step
     watch: Any = None  # of what layers do in a trial
 
 
 ongoing = Ongoing()
+_tracker = ModuleTracker()
+
+
+def is_backward() -> bool:
+    """Whether autograd calls this, e.g. of a block that is computed again."""
+    return _tracker.is_bw
+
+
+def refuse_unlike_forward(who: str) -> None:
+    """What is computed again without the contexts of its forward is not as it was there."""
+    if is_backward() and current_share.gathered is None:
+        raise UserError(
+            f"{who} is computed again in the backward, where the step of its forward is not known; "
+            "a model that recomputes activations by torch.utils.checkpoint needs "
+            "context_fn=task.checkpoint_contexts there, or trainer.checkpoint_activations instead"
+        )
 
 
 OUTSIDE: dict[str, Callable[..., Any]] = {}
@@ -188,7 +204,8 @@ class RowsOfBatch:
             )
         if (strategy := _that_gathers(self.run_context, f"{name}.all_gather")) is None:
             return x
-        rows = current_share.rows
+        if rows := current_share.rows:
+            refuse_unlike_forward(f"{name}.all_gather")
         if rows and (not x.ndim or not len(x) or len(x) % rows):
             raise UserError(
                 f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
@@ -301,11 +318,9 @@ def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any)
 
 def _within(task: Any, name: str) -> CurrentShare:
     """The share of the step at hand, whose place in its batch is known."""
+    refuse_unlike_forward(f"{type(task).__name__}.{name}")
     if not current_share.rows:
-        raise UserError(
-            f"{type(task).__name__}.{name} was used outside of a step; a step that calls "
-            "torch.utils.checkpoint itself has to pass it context_fn=self.checkpoint_contexts"
-        )
+        raise UserError(f"{type(task).__name__}.{name} was used outside of a step")
     if not current_share.total or current_share.places is None:
         raise UserError(
             f"{type(task).__name__}.{name} is not known where ranks have rows of their own; "

@@ -180,8 +180,9 @@ def test_a_batch_keeps_its_budget_of_python_calls():
 # Three are whether a terminal or a notebook shows the progress; six look for modules that a note is
 # about, four keep the options of schedules and groups, five tell the user's own modules. Eighteen
 # check types and ranges: of a Trainer's arguments, and of the data's settings for each data set.
-# Ten look for layers that depend on the other rows of a batch.
-ENTRIES, FILES, CHANGES = 258, 53, 176
+# Ten look for layers that depend on the other rows of a batch, one for modules that put parts of
+# them into evaluation mode.
+ENTRIES, FILES, CHANGES = 259, 53, 176
 SHARE_CHECK = 437  # entries more, of its three steps and each function of torch's in them
 SANITY = 80  # entries more, of its one batch of validation, after which the task is as before
 

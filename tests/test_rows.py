@@ -1,5 +1,6 @@
 """What a step may ask of the other rows of its batch, and losses that are means of their own."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,9 @@ from forked import on
 from small import Adam, Rows, Small, fitted, is_same
 from torch import Tensor
 from torch.nn.functional import l1_loss
+from torch.utils.checkpoint import checkpoint
 
-from dpframe import Strategy, UserError
+from dpframe import Strategy, UserError, dropout_rows
 from dpframe.rows import current_share
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -138,6 +140,35 @@ def test_what_is_no_row_is_refused_in_one_line():
     trained = fitted(Noisy(), max_steps=1)
     with pytest.raises(UserError, match=r"Noisy.randn_rows was used outside of a step"):
         trained.task.randn_rows(4, 3)
+
+
+class Penalised(Small):
+    """Differentiates in its step what a checkpoint computes again, without the contexts."""
+
+    def __init__(self, draw: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x = self.net(batch[0]).relu()
+        block = partial(self.draw, self)
+        y = checkpoint(lambda x: block(x).square(), x, use_reentrant=False)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return {"loss": slope.square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("who", "draw"),
+    [
+        ("Penalised.randn_rows", lambda task, x: x * task.randn_rows(*x.shape)),
+        ("Penalised.all_gather", lambda task, x: x + task.all_gather(x).mean()),
+        ("dropout by row", lambda task, x: dropout_rows(x)),
+    ],
+)
+def test_a_block_that_is_computed_again_within_a_step_is_not_drawn_or_gathered_anew(who, draw):
+    """Its gradient would be of other numbers than its value."""
+    with pytest.raises(UserError, match=f"{who} is computed again in the backward, where the step"):
+        fitted(Penalised(draw), strategy=DataParallel(2, "cpu"), share_check="off", max_steps=1)
 
 
 # ---- several denominators

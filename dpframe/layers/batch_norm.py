@@ -12,23 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dpframe.errors import UserError
-from dpframe.rows import current_share, gather_shares, ongoing
+from dpframe.rows import current_share, gather_shares, ongoing, refuse_unlike_forward
 
 KEY = "trainer.batch_norm=global"
 
 
 def is_shared() -> bool:
     """Whether other replicas have rows of this batch, too."""
-    if current_share.rows:
-        return current_share.rows != current_share.total
-    if ongoing.backward:
-        raise UserError(
-            f"{KEY}: a BatchNorm is computed again in the backward, outside of a step; a model "
-            "that recomputes activations by torch.utils.checkpoint needs "
-            "context_fn=task.checkpoint_contexts there, or trainer.checkpoint_activations instead"
-        )
-    return False
+    refuse_unlike_forward(f"{KEY}: a BatchNorm")
+    return bool(current_share.rows) and current_share.rows != current_share.total
 
 
 def batch_norm(

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from dpframe import seeding
 from dpframe.errors import UserError
-from dpframe.rows import CurrentShare, current_share, outside_of_graphs
+from dpframe.rows import (
+    CurrentShare,
+    current_share,
+    outside_of_graphs,
+    refuse_unlike_forward,
+)
 
 KEPT_NUMBERS = 1 << 16  # of a row, up to which its hashes are kept from call to call
 ALPHA = 1.7580993408473766  # AlphaDropout gives what it drops minus this
@@ -54,6 +59,7 @@ def keep_rows(x: Tensor, p: float, dim: int, layer: int, *, channels: bool = Fal
             outside_of_graphs("begin", begin_in_graph)(share, x.device)
         hashes, rows = _hashes, share.keys.shape[0]
     else:
+        refuse_unlike_forward("dropout by row")
         if share.seed is None or (rows := len(share.keys)) != share.rows:
             begin(share, x.device)
             rows = share.rows
@@ -89,9 +95,7 @@ def begin(share: CurrentShare, device: torch.device) -> None:
     """Before the first call in a step."""
     if not share.rows:
         raise UserError(
-            "dropout by row was used outside of a step, where rows have no places in a batch; a "
-            "model that recomputes activations by torch.utils.checkpoint needs "
-            "context_fn=task.checkpoint_contexts there, or trainer.checkpoint_activations instead"
+            "dropout by row was used outside of a step, where rows have no places in a batch"
         )
     if not share.total or share.places is None:
         raise UserError(

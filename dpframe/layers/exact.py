@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpframe.layers.batch_norm import OfAllRows, is_shared
 from dpframe.layers.dropout import ALPHA, keep_rows, scale
-from dpframe.rows import buffers_kept, current_share, ongoing, outside_of_graphs
+from dpframe.rows import buffers_kept, current_share, is_backward, ongoing, outside_of_graphs
 
 log = logging.getLogger("dpframe")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -88,7 +88,7 @@ class RowDropout(Exact):
             return x
         if not self.training or not self.p:
             return super().forward(x)
-        is_outside = not (torch.compiler.is_compiling() or current_share.rows or ongoing.backward)
+        is_outside = not (torch.compiler.is_compiling() or current_share.rows or is_backward())
         if self.row_dim is None or is_outside:
             if not (is_outside or self.row_told or torch.compiler.is_compiling()):
                 self._tell()

@@ -17,7 +17,7 @@ from dpframe.launch.watchdog import beat
 from dpframe.layers.dropout import begin_in_graph
 from dpframe.layers.exact import drops_by_row
 from dpframe.parameters import has_sparse
-from dpframe.rows import current_share, ongoing
+from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.loss_guard import LossGuard
@@ -89,11 +89,7 @@ class Step:
             row_weights += update.weighting.of(measured)
             if self.guard.refuses(measured, progress, index):
                 return None
-            ongoing.backward = True
-            try:
-                update.backward(loss)
-            finally:
-                ongoing.backward = False
+            update.backward(loss)
             all_measured += measured
             for batch_end in self.on_batch_end:
                 batch_end(placed(batch, shares), [output for _, output in measured])

@@ -18,7 +18,7 @@ from dpframe.devices import memory
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import is_number
 from dpframe.parameters import Watched
-from dpframe.rows import current_share, ongoing
+from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import Replicas
 from dpframe.task import Output, Task, TaskContext
@@ -131,11 +131,7 @@ class Tried:
             losses = [loss * factor for loss, factor in of if factor]
             total = sum(losses[1:], losses[0]) if losses else None
             if total is not None and total.requires_grad:
-                ongoing.backward = True
-                try:
-                    total.backward()
-                finally:
-                    ongoing.backward = False
+                total.backward()
         return [(rows, detached(output)) for rows, output in results]
 
     def _copied(self) -> Task:
