@@ -1,7 +1,7 @@
 """Random networks with BatchNorm and dropout: with the keys each is the same on any number of
 replicas, or has a line that names why; no other one has a line.
 
-`python tests/layer_fuzz.py 200 0` tries as many, of a seed: each on data_parallel, and on ddp."""
+`python tests/layer_fuzz.py 200 0` tries as many, of a seed: each on data_parallel, ddp and fsdp."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Strategy, Task, UserError
-from dpframe.strategies import CPU, DDP, DataParallel
+from dpframe.strategies import CPU, DDP, FSDP, DataParallel
 
 EXACT = 1e-10
 WIDTH, WORDS = 6, 4  # of what the layers pass on: [rows, words, width]
@@ -196,7 +196,10 @@ class Network:
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, 1))
         task = Fit(net, partial(SGD, momentum=0.9))
         made = fitted(task, Data(*self.sizes), strategy=strategy, **settings)
-        return {key: t.double() for key, t in task.state_dict().items()}, made.training.own
+        state = task.state_dict()
+        if strategy.sharding is not None:
+            state = strategy.sharding.whole(state)
+        return {key: t.double() for key, t in state.items()}, made.training.own
 
 
 class Fit(Task):
@@ -256,7 +259,8 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     count, seed = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "0"
     seeds = [f"{seed} {number}" for number in range(count)]
-    for strategy in (DataParallel(2, "cpu"), DataParallel(3, "cpu"), DDP(2, "cpu")):
+    for kind, replicas in ((DataParallel, 2), (DataParallel, 3), (DDP, 2), (FSDP, 2)):
+        strategy = kind(replicas, "cpu")
         wrong = fuzz(seeds, strategy)
         told = sum(Network.of(each).is_told for each in seeds)
         print(f"{strategy.name} {strategy.gpus}: {count}, {told} with a line; wrong: {len(wrong)}")
