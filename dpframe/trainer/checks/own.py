@@ -118,7 +118,7 @@ def find_own(
     if not is_several:
         return Own()
     _name_layers(own, task, strategy, watch)
-    own.others += _in_words(drawn, task)
+    own.others += drawn_by(drawn, task)
     return own
 
 
@@ -144,8 +144,8 @@ def _name_layers(own: Own, task: Task, strategy: Strategy, watch: "Watch") -> No
             own.layers[kind] += 1
 
 
-def _in_words(drawn: Iterable[Drawn], task: Task) -> list[str]:
-    """What a step has drawn, by the modules that have."""
+def drawn_by(drawn: Iterable[Drawn], task: Task) -> list[str]:
+    """What a step has drawn, in words, by the modules that have."""
     names: dict[Any, str] = {module: name for name, module in task.named_modules()}
     said = (f"{names.get(each.module) or 'the step'} ({each.by})" for each in drawn)
     return list(dict.fromkeys(said))

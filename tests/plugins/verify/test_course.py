@@ -105,7 +105,7 @@ class Noisy(Small):
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        (Noisy, "the loss of the same 5 rows differs by what it draws at random"),
+        (Noisy, "the loss of the same 5 rows differs by what it draws at random: the step (randn_like)"),
         (partial(Encoded, 0.1), "of each replica's own: net.self_attn (dropout)"),
     ],
 )
