@@ -199,7 +199,8 @@ class Network:
         state = task.state_dict()
         if strategy.sharding is not None:
             state = strategy.sharding.whole(state)
-        return {key: t.double() for key, t in state.items()}, made.training.own
+        has = {key: t.double() for key, t in state.items() if t is not None}  # of the main rank
+        return has, made.training.own
 
 
 class Fit(Task):

@@ -102,10 +102,13 @@ class Noisy(Small):
     training_step = noisy
 
 
+DIFFERS = "the loss of the same 5 rows differs by what it draws"
+
+
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        (Noisy, "the loss of the same 5 rows differs by what it draws at random: the step (randn_like)"),
+        (Noisy, f"{DIFFERS} at random: the step (randn_like)"),
         (partial(Encoded, 0.1), "of each replica's own: net.self_attn (dropout)"),
     ],
 )
