@@ -420,10 +420,20 @@ class Deeper(Small):
         (
             Small(width=9),
             Small(),
-            "Small: net.0.weight has size (9, 3) in the checkpoint, size (8, 3) in the task",
+            "Small: net.0.weight has size (9, 3) in the checkpoint, size (8, 3) in the task; "
+            "checkpoint_skip=[net.0,net.3] leaves as it is what differs",
         ),
-        (Small(), Deeper(), "Deeper: it has no more.weight"),
-        (Deeper(), Small(), "Small: it has more.weight, which the task has not"),
+        (
+            Small(),
+            Deeper(),
+            "Deeper: it has no more.weight; checkpoint_skip=[more] leaves as it is what differs",
+        ),
+        (
+            Deeper(),
+            Small(),
+            "Small: it has more.weight, which the task has not; checkpoint_skip=[more] leaves as "
+            "it is what differs",
+        ),
     ],
 )
 def test_another_architecture_is_told_by_its_first_difference(saved, here, said):
@@ -432,6 +442,42 @@ def test_another_architecture_is_told_by_its_first_difference(saved, here, said)
         checkpoint.load_task(here, {"task": saved.state_dict(), "file": "a.ckpt"})
     assert str(caught.value) == f"checkpoint=a.ckpt does not fit this recipe's {said}"
     assert is_same(here.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "skip", "stay"),
+    [
+        (Small(width=9), Small(), ["net.0", "net.3"], ["net.0.bias", "net.0.weight"]),
+        (Small(), Deeper(), "more", ["more.bias", "more.weight"]),
+        (Deeper(), Small(), "more", []),
+        (Small(), Small(), ["net", "!1d"], ["net.0.weight", "net.3.weight"]),
+    ],
+)
+def test_what_is_skipped_of_a_checkpoint_stays_as_it_is(saved, here, skip, stay, tmp_path):
+    checkpoint.save({"task": saved.state_dict()}, tmp_path / "a.ckpt")
+    before = {name: value.clone() for name, value in here.state_dict().items()}
+    stays = checkpoint.load_task(here, checkpoint.load(tmp_path / "a.ckpt"), skip=skip)
+    assert set(stay) <= set(stays) <= before.keys()
+    for name, value in here.state_dict().items():
+        wanted = before if name in stays else saved.state_dict()
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_what_differs_beside_what_is_skipped_is_still_refused():
+    state = {"task": Deeper().state_dict()}
+    said = r"Deeper: net.0.weight has size .*; checkpoint_skip=\[more,net.0,net.3\] leaves as it is"
+    with pytest.raises(UserError, match=said):
+        checkpoint.load_task(with_width(9), state, skip="more")
+    with pytest.raises(UserError, match="checkpoint_skip=mor matches no parameter; did you mean"):
+        checkpoint.load_task(Small(), state, skip="mor")
+    with pytest.raises(UserError, match=r"it has no more.weight$"):
+        checkpoint.load_task(Deeper(), {"task": Small().state_dict()}, skip=None)
+
+
+def with_width(width: int) -> Deeper:
+    task = Deeper()
+    task.net = Small(width=width).net
+    return task
 
 
 # Weights of other programs

@@ -234,6 +234,24 @@ def test_fifty_loads_on_three_ranks_are_alike(saved):
     assert on(FSDP(3, "cpu"), loaded_often, saved) == [True] * 50
 
 
+def loaded_but(strategy: FSDP, path: Path) -> tuple[list[str], list[str]]:
+    """What stays, and what is not as in the file, where a part of it is left out."""
+    made = fit(strategy, path.parent, max_steps=1, callbacks=[])
+    with torch.no_grad():
+        for weight in made.task.parameters():
+            strategy.sharding.local(weight).zero_()
+    state, sharding = checkpoint.load(path, whole=False), strategy.sharding
+    stays = checkpoint.load_task(made.task, state, sharding=sharding, skip=["net.1"])
+    mine = sharding.whole(made.task.state_dict(), for_all=True)
+    there = checkpoint.load(path)["averaged"]
+    return stays, sorted(name for name in mine if not torch.equal(mine[name], there[name]))
+
+
+def test_a_part_of_a_sharded_checkpoint_is_left_out(saved):
+    stays, unlike = on(FSDP(2, "cpu"), loaded_but, saved)
+    assert stays == unlike and stays and all(name.startswith("net.1.") for name in stays)
+
+
 # What is in the folder
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,9 +26,11 @@ from dpframe.checkpoint.plain import (
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.launch.watchdog import beat
 from dpframe.util import files
+from dpframe.util.patterns import Patterns, match_names
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
+FEW = 4  # modules, of which the weights that differ are: the others make it worth loading
 
 
 SaveShards = Callable[[Path, int], seal.Parts | None]
@@ -198,9 +200,11 @@ def load_task(
     is_resumed: bool = False,
     key: str = "checkpoint",
     sharding: ShardWriter | None = None,
-) -> None:
+    skip: Patterns | None = (),
+) -> list[str]:
     """Where the weights were averaged, their average; a run resumes with the weights themselves.
-    `sharding`: the strategy's, of a Trainer that has the task."""
+    `sharding`: the strategy's, of a Trainer that has the task. What `skip` matches stays as it is,
+    whatever the file has of it; None: nothing may. Returns the names of what stays."""
     what = f"{key}={state['file']}" if "file" in state else "the checkpoint"
     weights = state["averaged" if "averaged" in state and not is_resumed else "task"]
     here, matched = task.state_dict(), ""
@@ -208,12 +212,27 @@ def load_task(
         weights = foreign.rename_to_match(weights, task, here)
         count = len(weights.keys() & here.keys())
         matched = f"{count} of the task's {len(here)} names are in it; "
-    if mismatch := _first_mismatch(here, weights):
-        kind = type(task).__name__
-        raise UserError(f"{what} does not fit this recipe's {kind}: {matched}{mismatch}")
+    patterns = [skip] if isinstance(skip, str) else [*(skip or ())]
+    skipped = match_names([*here.items(), *weights.items()], patterns, key=f"{key}_skip")
+    weights = {name: value for name, value in weights.items() if name not in skipped}
+    wanted = {name: value for name, value in here.items() if name not in skipped}
+    if found := dict(_mismatches(wanted, weights)):
+        kind, first = type(task).__name__, next(iter(found.values()))
+        may_skip = skip is not None and not is_resumed
+        mend = _way_on(found, patterns, key) if may_skip else ""
+        raise UserError(f"{what} does not fit this recipe's {kind}: {matched}{first}{mend}")
     if name := _first_nan(weights):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
-    task.load_state_dict({n: _like(here[n], value, sharding) for n, value in weights.items()})
+    given = {n: _like(here[n], value, sharding) for n, value in weights.items()}
+    task.load_state_dict(given, strict=not skipped)
+    return sorted(skipped & here.keys())
+
+
+def _way_on(names: Iterable[str], patterns: Sequence[str], key: str) -> str:
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    if len(modules) > FEW:
+        return ""
+    return f"; {key}_skip=[{','.join([*patterns, *modules])}] leaves as it is what differs"
 
 
 def _like(here: Any, value: Any, sharding: ShardWriter | None) -> Any:
@@ -222,14 +241,15 @@ def _like(here: Any, value: Any, sharding: ShardWriter | None) -> Any:
     return value.read() if isinstance(value, Stored) else value
 
 
-def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:
+def _mismatches(wanted: dict[str, Any], saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names, and how each differs."""
     for name, value in wanted.items():
         if name not in saved:
-            return f"it has no {name}"
-        if _form(value) != _form(saved[name]):
-            return f"{name} has {_form(saved[name])} in the checkpoint, {_form(value)} in the task"
-    extra = next((name for name in saved if name not in wanted), None)
-    return f"it has {extra}, which the task has not" if extra is not None else ""
+            yield name, f"it has no {name}"
+        elif (there := _form(saved[name])) != (here := _form(value)):
+            yield name, f"{name} has {there} in the checkpoint, {here} in the task"
+    for name in [name for name in saved if name not in wanted]:
+        yield name, f"it has {name}, which the task has not"
 
 
 def _form(value: Any) -> str:

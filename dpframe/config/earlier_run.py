@@ -22,7 +22,7 @@ from dpframe.errors import UserError, first_line, nearest, printable
 from dpframe.util import files
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
-OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
+OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "checkpoint_skip", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
 TYPED_AGAIN = ("data.input", "strategy.storage")
 LOCAL_LOGGERS = {"tensorboard", "csv", "none", "null"}  # which send nothing away

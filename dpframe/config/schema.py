@@ -62,6 +62,7 @@ class RunSettings:
     mode: str = "fit"
     seed: int = 0
     checkpoint: str | None = None
+    checkpoint_skip: Any = None  # or a pattern of weights' names, or a list of these
     resume: str | None = None
     resume_anyway: bool = False
     test_after_fit: bool = False
@@ -79,12 +80,29 @@ class RunSettings:
                 f"resume={self.resume} continues a training, but mode={self.mode}; "
                 "use checkpoint=FILE"
             )
+        patterns = self.skipped
+        if not all(type(pattern) is str for pattern in patterns):
+            raise UserError(
+                f"checkpoint_skip={self.checkpoint_skip} is neither null nor names of weights or "
+                "modules; use e.g. checkpoint_skip=[net.fc]"
+            )
+        if patterns and self.mode == "fit" and self.checkpoint is None and self.resume is None:
+            raise UserError(
+                f"checkpoint_skip=[{','.join(patterns)}] leaves out weights of a checkpoint, and "
+                "there is none; use checkpoint=FILE, or checkpoint_skip=null"
+            )
         if self.mode in ("validate", "test") and self.checkpoint is None:
             raise UserError(
                 f"mode={self.mode} without a checkpoint measures untrained weights; add "
                 "checkpoint=best, of the newest run, or checkpoint=FILE; checkpoint=none measures "
                 "the task as it is built, e.g. with pretrained weights"
             )
+
+    @property
+    def skipped(self) -> list[Any]:
+        """The patterns of `checkpoint_skip`."""
+        value = self.checkpoint_skip
+        return list(value) if isinstance(value, list | tuple) else [value] * (value is not None)
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings) if f.name != "modes")

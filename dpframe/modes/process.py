@@ -21,7 +21,7 @@ from dpframe.config.origin import describe_differences
 from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
 from dpframe.config.schema import NONE
 from dpframe.devices import memory
-from dpframe.errors import Interrupted, UserError, explain_exits, printable
+from dpframe.errors import Interrupted, UserError, explain_exits, listed, printable
 from dpframe.launch import signals
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
@@ -150,8 +150,16 @@ def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | N
         notes = [f"resume=last is {job.start}"]
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
-        checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
-        if modes.evaluates(settings.mode):
+        is_trained = not modes.evaluates(settings.mode)
+        skipped = checkpoint.load_task(
+            trainer.task,
+            state,
+            sharding=trainer.strategy.sharding,
+            skip=settings.skipped if is_trained else None,
+        )
+        if skipped:
+            notes += [f"as they are built, not from the checkpoint: {listed(skipped, 8)}"]
+        if not is_trained:
             notes += load_attributes(trainer.task, state, trainer.strategy)
         state = None
     if settings.mode == "fit":

@@ -30,6 +30,13 @@ def match_parameters(
     return list(found.values())
 
 
+def match_names(named: Iterable[tuple[str, object]], patterns: Patterns, *, key: str) -> set[str]:
+    """Likewise, of tensors in a state dict or several."""
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    found = {id(tensor) for tensor in match_parameters(tensors, patterns, key=key)}
+    return {name for name, tensor in tensors if id(tensor) in found}
+
+
 def blocks(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """What is computed again, or sharded, as a whole: the outermost modules that are made of others
     and lie in a ModuleList or Sequential, but for a ModuleList or Sequential of such modules."""
