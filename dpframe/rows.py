@@ -172,6 +172,7 @@ class Context(Protocol):
 
     strategy: Any
     is_compiled: bool
+    is_cut: bool
     seed: int
     batch_index: int
 
@@ -206,6 +207,11 @@ class RowsOfBatch:
             return x
         if rows := current_share.rows:
             refuse_unlike_forward(f"{name}.all_gather")
+            if self.run_context.is_cut and current_share.turn is not None:
+                raise UserError(
+                    f"{name}.all_gather wants all rows of a batch, and trainer.micro_batch "
+                    "computes some at a time; use trainer.micro_batch=null"
+                )
         if rows and (not x.ndim or not len(x) or len(x) % rows):
             raise UserError(
                 f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
@@ -310,8 +316,10 @@ def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any)
     share.draws += 1
     device = torch.device("cpu" if device is None else device)
     generator = DrawnForAll(device).manual_seed(seed)
-    drawn = draw(share.total, *rest, generator=generator, device=device, dtype=dtype)
-    if share.rows != share.total:
+    # A trial of fewer rows compares them with the same ones of all: torch may draw others for them.
+    total = share.total if ongoing.watch is None else max(share.total, ongoing.watch.most)
+    drawn = draw(total, *rest, generator=generator, device=device, dtype=dtype)
+    if share.rows != total:
         drawn = drawn[torch.as_tensor(share.places, device=device)]
     return drawn.to(there)
 

@@ -60,6 +60,7 @@ class TaskContext:
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
         self.batches: int | None = None  # of an evaluation's pass; None where it is unknown
+        self.is_cut = False  # whether a step has a piece of its share
         self.end_share = end_share  # called after the step of a logical share
 
     @property

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_out_of_memory_is_one_line_with_the_batch_and_the_keys_to_turn(tmp_path)
     line = line_of(tmp_path, *ALONE, SAVES, kind="oom", at=5)
     assert re.fullmatch(
         rf"cpu is out of memory in training: {IN_USE}; batch 4 = 1 replica x 4; set "
-        r"data\.batch_size=2 trainer\.accumulate=2, which are the same updates, or "
+        r"trainer\.micro_batch=2, which is the same update, or "
         r"trainer\.checkpoint_activations=true, or trainer\.precision=bf16; the "
         r"last checkpoint is whole: go on with resume=run, with resume_anyway=true for another "
         r"batch or precision",
@@ -48,7 +49,7 @@ def test_what_saves_memory_already_is_no_advice(tmp_path):
     given = ["trainer.precision=bf16-true", "trainer.checkpoint_activations=[net.0]"]
     given += ["trainer.share_check=off"]  # which would meet the fault first
     line = line_of(tmp_path, *ALONE, *given, "trainer.accumulate=2", kind="oom", at=1)
-    assert line.endswith("; set data.batch_size=2 trainer.accumulate=4, which are the same updates")
+    assert line.endswith("; set trainer.micro_batch=2, which is the same update")
     assert "OutOfMemoryError" in (tmp_path / "run/run.log").read_text()
 
 
@@ -60,7 +61,7 @@ class Full(Small):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (9, "batch 9 = 3 replicas x 3; set data.batch_size=4 trainer.accumulate=2, or trainer.pre"),
+        (9, "batch 9 = 3 replicas x 3; set trainer.micro_batch=1, which is the same update, or tr"),
         (3, "batch 3 = 3 replicas x 1; set trainer.precision=bf16"),
     ],
 )
@@ -74,11 +75,28 @@ def test_a_batch_is_halved_while_a_replica_has_several_rows(rows, said):
         made.fit()
 
 
+def test_what_can_not_be_cut_and_a_piece_have_advice_of_their_own():
+    normed = Full()
+    normed.net.insert(1, torch.nn.BatchNorm1d(8))
+    cases: list[tuple[Any, Any, str]] = [
+        (normed, {}, "set data.batch_size=4 trainer.accumulate=2, which are the same updates, or "),
+        (Full(), {"micro_batch": 4}, "set trainer.micro_batch=2, which is the same update, or "),
+        (Full(), {"micro_batch": 1}, "set trainer.checkpoint_activations=true, or "),
+    ]
+    for task, settings, said in cases:
+        made = trainer(task, Rows(40, 8), **settings)
+        with (
+            pytest.raises(Failure, match=f"; {said}"),
+            error_lines.explain(made.strategy, made.settings, made),
+        ):
+            made.fit()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_out_of_memory_ends_the_job_with_its_line(tmp_path, rank):
     line = line_of(tmp_path, *TWO, SAVES, "trainer.max_restarts=2", kind="oom", at=5, rank=rank)
     assert line.startswith(f"cpu is out of memory in training on rank {rank}: this process took ")
-    assert "; batch 4 = 2 replicas x 2; set data.batch_size=2 trainer.accumulate=2, " in line
+    assert "; batch 4 = 2 replicas x 2; set trainer.micro_batch=1, which is the same " in line
     log = (tmp_path / "run/run.log").read_text()
     assert log.count("OutOfMemoryError: CUDA out of memory") == 1 and line in log
 

@@ -773,7 +773,7 @@ REFUSED: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({"shard": "net.blok.*"}, Deep, {}, "strategy.shard=net.blok.* matches no module of Deep; di"),
     ({"param_dtype": "bf16"}, Deep, {}, "strategy.param_dtype rounds what is gathered, and traine"),
     ({}, Deep, {"precision": "fp16"}, "trainer.precision=fp16 can't be had with FSDP, whose ranks"),
-    ({}, Deep, {"on_nonfinite": "skip", "accumulate": 2}, "trainer.on_nonfinite=skip with trainer"),
+    ({}, Deep, {"on_nonfinite": "skip", "accumulate": 2}, "trainer.on_nonfinite=skip with a step "),
     ({}, Deep, {"compile": "max-autotune"}, "trainer.compile.mode=max-autotune records where we"),
     ({}, Deep, {"compile": WHOLE}, "trainer.compile.fullgraph=true wants one graph, and FSDP gath"),
     ({"cpu_offload": True}, Deep, {}, "strategy.cpu_offload=true needs GPUs, and the weights are"),

@@ -133,9 +133,9 @@ def test_ddp_refuses_to_skip_within_an_accumulated_step_that_may_leave_out_param
     with pytest.raises(UserError) as caught:
         fitted(data=Bad(), strategy=strategy, accumulate=5, on_nonfinite="skip")
     assert str(caught.value) == (
-        "trainer.on_nonfinite=skip with trainer.accumulate=5: under "
-        "strategy.find_unused_parameters=true torch still expects the gradients of the batches "
-        "that were left out; use trainer.accumulate=1 or strategy=data_parallel"
+        "trainer.on_nonfinite=skip with a step of 5 backwards or more: under "
+        "strategy.find_unused_parameters=true torch still expects the gradients of those that were "
+        "left out; use trainer.accumulate=1 trainer.micro_batch=null, or strategy=data_parallel"
     )
 
 

@@ -45,6 +45,7 @@ class Loader:
         sampler: Iterable | None = None,
         workers: int | Workers = 0,
         collate: Callable[[list], Any] = default_collate,
+        piece: int | None = None,
         pin_memory: bool = False,
         rank: int = 0,
         first_share: int | None = None,
@@ -59,10 +60,11 @@ class Loader:
     ) -> None:
         """By `rank`, each process's workers draw random numbers of their own; rows of logical
         shares, of which this process's begin at `first_share`, by the share, wherever they are
-        read. `timeout_seconds` is how long to wait for a worker, 0: without end. `options` are
-        those of a DataLoader. With a `tally` the processes count the rows of each of a stream's
-        batches: together, those of a division; else each has to have as many."""
-        self.rows = rows = Rows(dataset, collate)
+        read. A collate gets `piece` rows at most. `timeout_seconds` is how long to wait for a
+        worker, 0: without end. `options` are those of a DataLoader. With a `tally` the processes
+        count the rows of each of a stream's batches: together, those of a division; else each has
+        to have as many."""
+        self.rows = rows = Rows(dataset, collate, piece)
         self.order = order_of(
             dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, label=label
         )

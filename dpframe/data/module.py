@@ -169,6 +169,15 @@ def split(rows: Sequence, replicas: int) -> list[Sequence]:
     return [rows[start * size : (start + 1) * size] for start in range(replicas)]
 
 
+class Pieces(list):
+    """The batches of a share's pieces, which were collated one by one."""
+
+
+def cuts(rows: int, most: int) -> list[Sequence[int]]:
+    """The rows of each piece of a share, of which none has more than `most`."""
+    return [cut for cut in split(range(rows), -(-rows // most)) if cut] if rows else []
+
+
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """The same nest of lists, tuples, Mappings and dataclasses with its tensors on `device`; floats
     as `dtype`. Other objects move themselves by their `to`; those that have `apply` are cast."""
@@ -276,11 +285,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Rows:
-    """A data set and the collate that makes a batch of its rows."""
+    """A data set and the collate that makes a batch of its rows, or one of `piece` rows each."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list], Any] = default_collate) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list], Any] = default_collate,
+        piece: int | None = None,
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
+        self.piece = piece
         plain = default_collate, DataModule.collate
         self.has_own_collate = inspect.unwrap(getattr(collate, "__func__", collate)) not in plain
         self.is_stream = isinstance(dataset, IterableDataset)
@@ -336,7 +351,14 @@ class Rows:
         return self.combine(samples, rows)
 
     def combine(self, samples: Any, rows: Sequence[int]) -> Any:
-        """The batch that the collate makes; torch's own does not say which rows it can't stack."""
+        """The batch that the collate makes, or its pieces."""
+        if self.piece is None or len(rows) <= self.piece:
+            return self._combined(samples, rows)
+        parts = [slice(cut[0], cut[-1] + 1) for cut in cuts(len(rows), self.piece)]
+        return Pieces(self._combined(samples[part], rows[part]) for part in parts)
+
+    def _combined(self, samples: Any, rows: Sequence[int]) -> Any:
+        """Torch's own collate does not say which rows it can't stack."""
         try:
             return self.collate(samples)
         except UserError:

@@ -14,6 +14,7 @@ from dpframe.devices import memory
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
+from dpframe.trainer.prepare import can_be_cut
 from dpframe.trainer.settings import TrainerSettings
 
 SMALLER = {"32": "bf16", "64": "bf16", "bf16": "bf16-true", "fp16": "bf16-true"}  # precisions
@@ -73,11 +74,16 @@ def _about_batch(trainer: Trainer, doing: str) -> str:
     is_trained = doing == "training"
     evaluated = data.eval_batch_size or data.batch_size
     rows = trainer.feed.source.batch_size if is_trained else evaluated
+    share = -(-rows // replicas)
+    piece = min(settings.micro_batch or share, share)
     half = f"data.eval_batch_size={rows // 2}"
-    if is_trained:
+    if is_trained and can_be_cut(trainer.task, trainer.strategy):
+        half = f"trainer.micro_batch={piece // 2}, which is the same update"
+    elif is_trained:
         half = f"data.batch_size={rows // 2} trainer.accumulate={2 * settings.accumulate}"
         half += "" if rows % 2 else ", which are the same updates"
-    todo = [half] if rows > replicas else []  # a replica with one row would go on to have it
+    # A replica with one row would go on to have it.
+    todo = [half] if piece > 1 else []
     if is_trained and not settings.checkpoint_activations:
         todo.append("trainer.checkpoint_activations=true")
     if smaller := SMALLER.get(settings.precision):

@@ -133,9 +133,10 @@ class DDP(Processes, takes_logical_shares=True):
         """Torch's reducer keeps which parameters those backwards used, and nothing resets that."""
         if accumulate > 1 and self.options["find_unused_parameters"]:
             raise UserError(
-                f"trainer.on_nonfinite=skip with trainer.accumulate={accumulate}: under "
-                "strategy.find_unused_parameters=true torch still expects the gradients of the "
-                "batches that were left out; use trainer.accumulate=1 or strategy=data_parallel"
+                f"trainer.on_nonfinite=skip with a step of {accumulate} backwards or more: under "
+                "strategy.find_unused_parameters=true torch still expects the gradients of those "
+                "that were left out; use trainer.accumulate=1 trainer.micro_batch=null, or "
+                "strategy=data_parallel"
             )
 
     def check_gradients(self) -> None:

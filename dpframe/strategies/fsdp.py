@@ -136,9 +136,9 @@ class FSDP(Processes):
     def check_skips(self, accumulate: int) -> None:
         if accumulate > 1:
             raise UserError(
-                f"trainer.on_nonfinite=skip with trainer.accumulate={accumulate}: strategy=fsdp "
-                "has the gradients of the first batches where nothing can leave them out; use "
-                "trainer.accumulate=1 or strategy=ddp"
+                f"trainer.on_nonfinite=skip with a step of {accumulate} backwards or more: "
+                "strategy=fsdp has the gradients of the first ones where nothing can leave them "
+                "out; use trainer.accumulate=1 trainer.micro_batch=null, or strategy=ddp"
             )
 
     def check_gradients(self) -> None:

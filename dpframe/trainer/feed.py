@@ -17,6 +17,7 @@ from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
 from dpframe.data.divided import ByRank, OwnRows, unlike
 from dpframe.data.input import dataset_of
 from dpframe.data.order import Order, SamplerOrder
+from dpframe.data.pieces import Cut
 from dpframe.data.prefetch import keep_on, prefetched
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
@@ -47,6 +48,7 @@ class TrainingData:
     train: Loader
     read: Callable[..., Iterator[Batch]]  # the batches of an epoch
     to_device: Callable[[list[Share]], Any]
+    cut: Cut | None  # of each share
     accumulate: int  # batches of an update
     owner: str  # the class of the DataModule
     validation: dict[str, Loader]  # by the data set's name; one alone has the name ""
@@ -65,7 +67,7 @@ class TrainingData:
         seed: int,
     ) -> "TrainingData":
         source = _by_rank(_sources("train", data)[""], strategy, settings, seed, trains=True)
-        train = _loader(source, strategy, settings, seed=seed)
+        train = _loader(source, strategy, settings, seed=seed, piece=settings.micro_batch)
         has_validation = _returned("val", data) is not None
         batches = train.batches
         if batches == 0:
@@ -85,6 +87,7 @@ class TrainingData:
             train,
             timed_batches(read) if settings.profile else read,
             to_device,
+            _cut(source, strategy, settings),
             settings.accumulate,
             type(data).__name__,
             evaluated("val", data, strategy, settings, seed=seed) if has_validation else {},
@@ -259,7 +262,14 @@ def _returned(kind: str, data: DataModule) -> Any:
     return returned
 
 
-def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, seed: int) -> Loader:
+def _loader(
+    source: Source,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    *,
+    seed: int,
+    piece: int | None = None,
+) -> Loader:
     workers: Any = source.workers
     if isinstance(workers, str):
         workers = _measured_workers(source, strategy, seed)
@@ -289,6 +299,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         sampler=source.sampler,
         workers=workers,
         collate=source.collate,
+        piece=piece,
         pin_memory=source.pin_memory
         and strategy.device.type != "cpu"
         and has_streams(strategy.device),
@@ -318,6 +329,14 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         )
         raise UserError(f"trainer.data_on_device=true but {why}; use trainer.data_on_device=auto")
     return loader
+
+
+def _cut(source: Source, strategy: Strategy, settings: TrainerSettings) -> Cut | None:
+    if settings.micro_batch is None:
+        return None
+    has_own_rows = source.is_by_rank or source.is_divided
+    share = -(-source.batch_size // strategy.replicas) if has_own_rows else 0
+    return Cut(settings.micro_batch, strategy.replicas, share)
 
 
 def _refuse_idle_ranks(batch_size: int, strategy: Strategy) -> None:

@@ -30,7 +30,12 @@ from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.predictions import Predictions
-from dpframe.trainer.prepare import Training, make_evaluations, make_training
+from dpframe.trainer.prepare import (
+    Training,
+    make_evaluations,
+    make_training,
+    refuse_cut_norms,
+)
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, begun
@@ -278,6 +283,8 @@ class Trainer(CallbackView):
         if not self.task.training:
             self.task.train()
         hooks.call("on_epoch_start", self)
+        if training.feed.cut is not None:  # these hooks may have changed modes
+            refuse_cut_norms(self.task)
         for batches in training.feed.steps(progress):  # those of one update
             is_logged = calendar.logs(progress.global_step + 1)
             for update in training.updates.taking_turns():

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from dpframe.errors import UserError, listed
-from dpframe.layers.exact import drops_by_row, gathering_norms
+from dpframe.layers.exact import BATCH_NORMS, drops_by_row, gathering_norms
 from dpframe.metrics import Means
 from dpframe.schedules import Warmed, count
 from dpframe.strategies.base import Strategy
@@ -78,7 +78,7 @@ def make_training(
     task, data, strategy = placed.task, placed.data, placed.strategy
     profile = Profile() if settings.profile else None
     if settings.on_nonfinite == "skip":
-        strategy.check_skips(settings.accumulate)
+        strategy.check_skips(max(settings.accumulate, 1 if settings.micro_batch is None else 2))
     validation = Evaluations(placed, "val", settings, feed.validation)
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
     task.scheduler_steps = feed.scheduler_steps(settings)
@@ -102,13 +102,16 @@ def make_training(
     is_resumed = resumed_from is not None
     drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
     heed_own_modes(task)
+    modes_may_change = may_change_modes(task, callbacks)
+    if settings.micro_batch is not None and not modes_may_change:
+        refuse_cut_norms(task)
     own = find_own(
         placed,
         settings,
         feed,
         updates,
         progress,
-        modes_may_change=may_change_modes(task, callbacks),
+        modes_may_change=modes_may_change,
     )
     notes = check_shares(
         placed, settings, feed, updates, progress, monitored, own, is_resumed=is_resumed
@@ -136,8 +139,9 @@ def make_training(
         feed.to_device,
         on_batch_start=on_batch_start,
         on_batch_end=on_batch_end,
-        accumulates=settings.accumulate > 1,
+        accumulates=settings.accumulate > 1 or settings.micro_batch is not None,
         uses_cuda_graphs=is_cuda and settings.compile_mode in CUDA_GRAPH_MODES,
+        cut=feed.cut,
     )
     state = Resumable(
         task=task,
@@ -277,6 +281,26 @@ def heed_own_modes(task: Task) -> None:
         train = type(module).train
         if train is not nn.Module.train and not train.__module__.startswith("torch."):
             module.train(module.training)
+
+
+def can_be_cut(task: Task, strategy: Strategy) -> bool:
+    """Whether the shares of a batch can be computed in pieces."""
+    return not (task.optimizes_by_hand or strategy.logical_shares or any(norms_in_training(task)))
+
+
+def norms_in_training(task: Task) -> Iterator[str]:
+    for name, module in task.named_modules():
+        if isinstance(module, BATCH_NORMS) and module.training:
+            yield name
+
+
+def refuse_cut_norms(task: Task) -> None:
+    """In pieces of a batch they would see other rows than in one."""
+    if name := next(norms_in_training(task), None):
+        raise UserError(
+            f"{name}, a BatchNorm, wants all rows of a batch, and trainer.micro_batch computes "
+            "some at a time; put it into evaluation mode, or use trainer.micro_batch=null"
+        )
 
 
 def modules_in_eval_mode(task: Task) -> list[str]:

@@ -34,6 +34,7 @@ LEAST = {
     "min_epochs": 1,
     "min_steps": 1,
     "accumulate": 1,
+    "micro_batch": 1,
     "validate_every_steps": 1,
     "sanity_batches": 0,
     "max_skipped_steps": 1,
@@ -82,6 +83,7 @@ class TrainerSettings:
     precision: str = "32"
     matmul_precision: str | None = None
     accumulate: int = 1
+    micro_batch: int | None = None  # rows of a replica that are computed at once
     clip_norm: Any = None  # a number, or one by the name of an optimizer
     clip_value: Any = None
     scheduler_every: str = "epoch"
@@ -227,6 +229,7 @@ class TrainerSettings:
             (f"compile.mode={mode}", mode in CUDA_GRAPH_MODES, own, "compile.mode=default"),
             ("cudnn_benchmark=true", self.cudnn_benchmark, BY_SPEED, "cudnn_benchmark=false"),
             ("batch_norm=global", self.has_global_batch_norm, own, "batch_norm=replica"),
+            (f"micro_batch={self.micro_batch}", self.micro_batch, own, "micro_batch=null"),
         ):
             if is_refused:
                 raise UserError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.data import Batch, Share, placed, split
+from dpframe.data.pieces import Cut
 from dpframe.errors import UserError, miscalled
 from dpframe.launch.watchdog import beat
 from dpframe.layers.dropout import begin_in_graph
@@ -54,6 +55,7 @@ class Step:
     on_batch_end: Sequence[Callable[[Batch, list[Any]], None]]
     accumulates: bool
     uses_cuda_graphs: bool
+    cut: Cut | None = None  # None: a share is computed as a whole
     batches: list[Batch] = field(init=False)  # of the step at hand
     update: OptimizerStep = field(init=False)  # whose gradients they are for
 
@@ -76,23 +78,27 @@ class Step:
         row_weights: list[Any] = []
         all_measured: list[Measured] = []
         for index, batch in enumerate(batches, progress.batches_done):
-            if self.accumulates:
-                strategy.grad_sync(batch is batches[-1])
-            beat()
             context.batch_index = index
             shares = self.to_device(batch.shares)
             for batch_start in self.on_batch_start:
                 batch_start(placed(batch, shares))
-            loss, measured = update.forward(shares, of)
-            if self.uses_cuda_graphs:  # the next step writes over what this one returned
-                measured = cloned(measured)
-            row_weights += update.weighting.of(measured)
-            if self.guard.refuses(measured, progress, index):
-                return None
-            update.backward(loss)
-            all_measured += measured
+            pieces = (shares,) if self.cut is None else self.cut.of(shares, batch.rows)
+            context.is_cut = len(pieces) > 1
+            before = len(all_measured)
+            for number, piece in enumerate(pieces, 1):
+                if self.accumulates:
+                    strategy.grad_sync(batch is batches[-1] and number == len(pieces))
+                beat()
+                loss, measured = update.forward(piece, of)
+                if self.uses_cuda_graphs:  # the next step writes over what this one returned
+                    measured = cloned(measured)
+                row_weights += update.weighting.of(measured)
+                if self.guard.refuses(measured, progress, index):
+                    return None
+                update.backward(loss)
+                all_measured += measured
             for batch_end in self.on_batch_end:
-                batch_end(placed(batch, shares), [output for _, output in measured])
+                batch_end(placed(batch, shares), [out for _, out in all_measured[before:]])
         if not all_measured:  # no row of these batches is this process's
             update.fill_gradients()
         strategy.check_gradients()

@@ -69,7 +69,11 @@ class Tuning(NamedTuple):
         elif all(trial.fits for trial in trials):
             why = "fits: all rows to train on"
         key = "data.batch_size=" if self.takes_size else "batch size "
-        return [ruled(cells), f"{key}{found}    {why}"]
+        lines = [ruled(cells), f"{key}{found}    {why}"]
+        if not all(trial.fits for trial in trials):
+            rows = max(trial.rows for trial in trials if trial.fits)
+            lines += [f"trainer.micro_batch={rows}    a batch of any size in pieces that fit"]
+        return lines
 
     def _rates(self, rates: Rates) -> list[str]:
         if rates.best is None:

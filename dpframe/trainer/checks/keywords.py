@@ -35,6 +35,7 @@ class SettingsByName(TypedDict, total=False):
     precision: str | int
     matmul_precision: str | None
     accumulate: int
+    micro_batch: int | None
     clip_norm: Any
     clip_value: Any
     scheduler_every: str

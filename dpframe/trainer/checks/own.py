@@ -45,11 +45,12 @@ ONE_VALUE = "more than 1 value per channel"  # what torch says of BatchNorm on o
 
 @dataclass
 class Own:
-    """What each replica has of its own."""
+    """What each replica has of its own, or each piece of a batch on one replica."""
 
     layers: Counter[str] = field(default_factory=Counter)  # for which KEYS has a key
     others: list[str] = field(default_factory=list)  # in words
     unknown: str = ""  # why it is not known what else there is
+    whose: str = "replica's"
 
     @property
     def is_empty(self) -> bool:
@@ -67,9 +68,9 @@ class Own:
             kinds = " and ".join(f"{count} {kind}" for kind, count in self.layers.items())
             verb = "layer sees" if self.layers.total() == 1 else "layers see"
             keys = " ".join(KEYS[kind] for kind in self.layers)
-            said.append(f"{kinds} {verb} each replica's rows alone: {keys}")
+            said.append(f"{kinds} {verb} each {self.whose} rows alone: {keys}")
         if self.others:
-            said.append(f"of each replica's own: {listed(self.others, 4)}")
+            said.append(f"of each {self.whose} own: {listed(self.others, 4)}")
         return "; ".join(said)
 
 
@@ -87,7 +88,8 @@ def find_own(
     would get one row, unless hooks may put it into evaluation mode first."""
     task, strategy = placed.task, placed.strategy
     kinds = {"batch_norm": settings.has_global_batch_norm, "dropout": settings.drops_by_row}
-    is_several = strategy.replicas > 1 and not strategy.logical_shares
+    is_cut = feed.cut is not None
+    is_several = (strategy.replicas > 1 or is_cut) and not strategy.logical_shares
     convert(task, **kinds)
     dropouts = [m for m in task.modules() if isinstance(m, RowDropout)]
     norms = [m for m in task.modules() if isinstance(m, BATCH_NORMS) and m.training]
@@ -99,7 +101,8 @@ def find_own(
     is_looked_at = bool(dropouts) or (is_several and settings.share_check != "off")
     may_have_one = bool(norms) and not modes_may_change
     has_one = may_have_one and 1 in shares_of(feed, settings, replicas)
-    own, watch, drawn = Own(), Watch(), list[Drawn]()
+    own = Own(whose="piece's" if is_cut and strategy.replicas == 1 else "replica's")
+    watch, drawn = Watch(), list[Drawn]()
     convert(task, batch_norm=True, dropout=True)  # which the watch can see
     try:
         if updates.by_hand is not None:
@@ -262,6 +265,8 @@ def _refuse_one_row(trial: Trial, source: Any, replicas: int) -> None:
 
 class Watch:
     """What the layers of a task do in steps of ROWS and of CUT rows."""
+
+    most = ROWS
 
     def __init__(self) -> None:
         self.inputs: dict[nn.Module, list[Input]] = {}  # of dropout layers, in one step

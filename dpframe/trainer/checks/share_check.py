@@ -62,11 +62,12 @@ def check_shares(
     A task that has nothing of each replica's `own` is tried in training mode. More of that may be
     found."""
     task, strategy = placed.task, placed.strategy
-    if strategy.replicas == 1 and not is_resumed and settings.share_check != "off":
+    is_whole = strategy.replicas == 1 and feed.cut is None
+    if is_whole and not is_resumed and settings.share_check != "off":
         is_tried = updates.by_hand is None and not strategy.logical_shares
         for turn in updates if is_tried and feed.source.batch_size > 1 else ():
             warn_alone(Trial(task, strategy, progress, turn, is_brief=True), feed.source)
-    if not _is_asked(strategy, settings):
+    if is_whole or not _may_be_asked(strategy, settings):
         return ()
     placed.checked.add("val")
     trials, notes = list[tuple[Trial, Any]](), list[str]()
@@ -89,7 +90,7 @@ def check_shares(
             for turn, update in updates.items()
         ]
         trials += [(trial, feed.source) for trial in each]
-    if not is_rounded:
+    if strategy.replicas > 1 and not is_rounded:
         trials += evaluated(task, strategy, progress, "val", feed.validation)
     notes += _told(trials, strategy, settings, monitored)
     own.add_statistics(set[str]().union(*(trial.keeps for trial, _ in trials)))
@@ -123,17 +124,16 @@ def check_evaluation(
     kind, strategy = evaluations.kind, placed.strategy
     if kind == "predict" or kind in placed.checked or _is_rounded(strategy):
         return
-    if not _is_asked(strategy, settings):
+    if strategy.replicas == 1 or not _may_be_asked(strategy, settings):
         return
     placed.checked.add(kind)
     loaders = {name: each.loader for name, each in evaluations.by_name.items()}
     _told(evaluated(placed.task, strategy, progress, kind, loaders), strategy, settings, ())
 
 
-def _is_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
+def _may_be_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
     """Logical shares are the same on any number of replicas, so that nothing depends on these."""
-    is_single = strategy.replicas == 1 or strategy.logical_shares > 0
-    return settings.share_check != "off" and not is_single
+    return settings.share_check != "off" and not strategy.logical_shares
 
 
 def _is_rounded(strategy: Strategy) -> bool:
@@ -221,12 +221,13 @@ def judge(
 
 def _described(found: Difference, trial: Trial, monitored: Sequence[tuple[str, str]]) -> str:
     replicas = trial.strategy.replicas
+    others = f"{replicas} replicas" if replicas > 1 else "pieces of a batch"
     when = f" at step {found.step}" if found.step else ""
     if found.name == "loss" and trial.trains:
         what = f"the gradient of {found.weight} in " if found.weight else ""
         return (
             f"{what}{_loss_of(trial)} depends on how its rows are shared{when} "
-            f"({_numbers(found)}), so {replicas} replicas would train by another loss than one"
+            f"({_numbers(found)}), so {others} would train by another loss than one"
         )
     name = found.name if trial.trains else f"{trial.prefix}/{found.name}"
     readers = " and ".join(sorted({key for key, metric in monitored if metric == name}))
@@ -234,8 +235,8 @@ def _described(found: Difference, trial: Trial, monitored: Sequence[tuple[str, s
     if readers:
         mean += f", which {readers} will read"
     return (
-        f"{name} of {_named(trial)} is no mean over rows{when} ({_numbers(found)}): on {replicas} "
-        f"replicas {mean}; log a torchmetric, or gather the rows"
+        f"{name} of {_named(trial)} is no mean over rows{when} ({_numbers(found)}): on {others} "
+        f"{mean}; log a torchmetric, or gather the rows"
     )
 
 

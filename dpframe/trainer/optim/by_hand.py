@@ -37,6 +37,7 @@ class ByHand(OptimizerStep):
             )
         for key, value, plain in (
             ("accumulate", settings.accumulate, 1),
+            ("micro_batch", settings.micro_batch, None),
             ("clip_norm", settings.clip_norm, None),
             ("clip_value", settings.clip_value, None),
             ("compile.mode", settings.compile_mode, None),
