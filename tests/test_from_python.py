@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import subprocess
 import sys
 import threading
 from copy import deepcopy
@@ -277,6 +278,37 @@ def test_a_trainer_trains_once_unless_it_resumes(given):
             trainer.fit()
     assert trainer.global_step == step
     assert is_same(trainer.task.state_dict(), weights)
+
+
+GOES_ON = """
+from dpframe import DataModule, RunInfo, Task, Trainer
+from dpframe.callbacks import Checkpoint
+from small import SGD, Rows, Small
+
+class Own(Small): ...
+
+class Mine(Rows): ...
+
+for epochs, gpus in ((1, 2), (2, 1), (3, 2)):
+    run = {"run": RunInfo(directory="run"), "callbacks": [Checkpoint()], "max_epochs": epochs}
+    made = Trainer(Own(), Mine(), gpus=gpus, accelerator="cpu", share_check="off", **run)
+    made.fit(resume="last" if epochs > 1 else None)
+    print(gpus, made.global_step)
+"""
+
+
+def test_what_a_script_defines_is_the_same_code_in_its_ranks_to_a_resume(tmp_path):
+    (tmp_path / "goes_on.py").write_text(GOES_ON)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "goes_on.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 5", "1 10", "2 15"]
 
 
 def test_settings_may_be_given_one_by_one():

@@ -36,7 +36,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     work = pack((function, args))
     with _Interpreter() as there:
         try:
-            there.send(sys.path, work)
+            there.send((sys.path, file_of_main()), work)
             kind, value = there.wait()
         except KeyboardInterrupt:
             there.interrupt()
@@ -105,6 +105,15 @@ def load(file: Any, *, buffers: Iterable[Any] | None = None, owns_main: bool = F
         theirs = main.__globals__.items()
         vars(_main()).update({name: each for name, each in theirs if not name.startswith("__")})
     return value
+
+
+def file_of_main() -> str | None:
+    """Where the program itself is, also as one of its ranks sees it: there `__main__` must have no
+    `__file__`, since processes that it spawns would run that file."""
+    return getattr(_main(), "__file__", None) or _theirs.get("__file__")
+
+
+_theirs: dict[str, str | None] = {}  # of the program that has started this interpreter
 
 
 def _nothing() -> None: ...
@@ -210,12 +219,13 @@ def _is_terminal(stream: Any) -> bool:
 
 def _answer(inbox: Connection, outbox: Connection) -> None:
     try:
-        sys.path[:], work = pickle.loads(inbox.recv_bytes()), inbox.recv_bytes()
+        (sys.path[:], file), work = pickle.loads(inbox.recv_bytes()), inbox.recv_bytes()
     except EOFError:  # the program has ended
         return
     from dpframe.errors import Interrupted
     from dpframe.launch import interpreter, signals  # from where the program has it
 
+    interpreter._theirs["__file__"] = file
     sys.modules["__main__"] = ModuleType("__main__")  # this file's names are none of the program's
     signals.end_with(inbox.fileno())  # nothing more is sent
     stop = signals.Interruption(is_quiet=True)

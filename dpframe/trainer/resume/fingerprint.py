@@ -3,15 +3,18 @@
 import hashlib
 import inspect
 import io
+import linecache
 import re
 import sys
 import tokenize
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any
 
 from dpframe.data import DataModule, is_tensors
+from dpframe.launch import interpreter
 from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import TrainingData
@@ -188,8 +191,14 @@ def _digest(kind: type) -> str:
             continue
         # It was typed at a prompt, or its file is being edited.
         with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
-            digest.update(significant(inspect.getsource(module)).encode())
+            digest.update(significant(_source_of(module)).encode())
     return digest.hexdigest()[:16]
+
+
+def _source_of(module: ModuleType) -> str:
+    """Also of the program itself, in its ranks."""
+    file = interpreter.file_of_main() if module.__name__ == "__main__" else None
+    return inspect.getsource(module) if file is None else "".join(linecache.getlines(file))
 
 
 @lru_cache(maxsize=64)  # a sweep, or a program, makes many runs of the same files
