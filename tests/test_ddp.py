@@ -14,7 +14,7 @@ from recorded import once
 from small import Hooks, Rows, Small, fitted
 from torch import Tensor
 
-from dpframe import Trainer, UserError
+from dpframe import Strategy, Trainer, UserError
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 
@@ -65,6 +65,25 @@ class Thawing(Small):
 
     def configure_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Hooked(Small):
+    """A hook of a weight gives another gradient, of each share's a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: 0.1 * gradient)
+
+
+def hooked(strategy: Strategy) -> Any:
+    torch.manual_seed(0)  # here, as a hook is not sent to a rank
+    made = fitted(Hooked(), Rows(9, 4), strategy=strategy, precision="64", share_check="strict")
+    return made.task.state_dict()
+
+
+def test_a_hook_of_a_weight_gets_a_gradient_also_of_a_share_without_rows():
+    wanted, found = hooked(CPU()), on(DDP(2, "cpu"), hooked)
+    assert all(torch.allclose(found[key], wanted[key], rtol=0, atol=1e-12) for key in wanted)
 
 
 UNUSED = (

@@ -43,6 +43,7 @@ class Strategy:
     # What a class is.
     uses_gpus = True  # where there are any
     launches_ranks = False  # in processes of their own, which `trainer.max_restarts` may restart
+    wants_all_gradients = False  # each replica gives one of each weight, of 0 if it has no rows
     spans_machines = False  # the ranks that it launches may be on other machines than this one
     takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
     sharding: "Sharding | None" = None  # of weights that each process keeps a shard of

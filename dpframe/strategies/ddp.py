@@ -60,6 +60,10 @@ class DDP(Processes, takes_logical_shares=True):
         """The DistributedDataParallel that computes the gradients now, e.g. for a hook on it."""
         return self.current and self.current.module
 
+    @property
+    def wants_all_gradients(self) -> bool:  # type: ignore[override]
+        return not self.options["find_unused_parameters"]
+
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if not training:
             self.current = None  # a task that steps its optimizers itself has no other

@@ -279,6 +279,19 @@ class ZeroLoss(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
+class ZeroGradients(ZeroLoss):
+    """Likewise, of weights: a hook of theirs gets a gradient of 0, of which no memory is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.zeros_like(gradient).expand(shape) for shape in ctx.shapes)
+
+
 # ---- means over weights, e.g. tokens
 
 

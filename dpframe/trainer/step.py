@@ -26,6 +26,7 @@ from dpframe.trainer.compute.placement import Autocast
 from dpframe.trainer.optim.step import NotFinite, OptimizerStep
 from dpframe.trainer.outputs import (
     Measured,
+    ZeroGradients,
     ZeroLoss,
     check_evaluated,
     cloned,
@@ -171,7 +172,7 @@ class TrainStep(nn.Module):
         if not (rows := share.rows):
             # The last weights first, as their gradients come in a backward.
             trained = list(filter(is_trained, self.task.parameters()))[::-1]
-            return self._nothing(*trained or refuse_frozen(self.task)), []
+            return self._no_rows(*trained or refuse_frozen(self.task)), []
         task = self.task
         step = task.training_step
         if self.compiled is not None:
@@ -197,6 +198,12 @@ class TrainStep(nn.Module):
         elif is_weighted or rows != of:
             loss = loss * (weight / of)
         return loss, [(rows, detached(output))]
+
+    def _no_rows(self, *weights: Tensor) -> Tensor:
+        strategy: Any = self.task.run_context.strategy
+        if self.has_sparse or strategy is None or not strategy.wants_all_gradients:
+            return self._nothing(*weights)
+        return ZeroGradients.apply(*weights)
 
     def _nothing(self, *tensors: Tensor) -> Tensor:
         loss = ZeroLoss.apply(*tensors)
