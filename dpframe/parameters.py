@@ -1,11 +1,13 @@
 """Groups of parameters with options of their own, by patterns of their names."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import warn_if_has_hooks
 
 from dpframe.errors import UserError, suggestion
 from dpframe.util.patterns import match_parameters
@@ -124,3 +126,14 @@ class Watched:
 
     def _versions(self) -> list[int]:
         return [weight._version for weight in self._weights]
+
+
+def first_hooked(module: nn.Module) -> str | None:
+    """The name of a weight that has a hook by `register_hook`: no copy of it has that."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, weight in module.named_parameters():
+            warn_if_has_hooks(weight)
+            if caught:
+                return name
+    return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpframe import Strategy, Trainer, UserError
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
 
 
@@ -84,6 +85,22 @@ def hooked(strategy: Strategy) -> Any:
 def test_a_hook_of_a_weight_gets_a_gradient_also_of_a_share_without_rows():
     wanted, found = hooked(CPU()), on(DDP(2, "cpu"), hooked)
     assert all(torch.allclose(found[key], wanted[key], rtol=0, atol=1e-12) for key in wanted)
+
+
+def hook_refused(strategy: Strategy) -> str:
+    with pytest.raises(UserError) as caught:
+        hooked(strategy)
+    return str(caught.value)
+
+
+def test_a_hook_that_copies_of_a_weight_would_not_have_is_refused():
+    line = "net.0.weight has a hook, which the {} would not have; "
+    with pytest.raises(UserError, match=line.format("ranks that this program starts")):
+        Trainer(Hooked(), Rows(), gpus=2, accelerator="cpu", max_epochs=1).fit()
+    if torch.__version__ >= "2.13":
+        assert on(FSDP(2, "cpu"), hook_refused).startswith(
+            line.format("parts that strategy=fsdp makes of it")
+        )
 
 
 UNUSED = (

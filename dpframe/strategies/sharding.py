@@ -31,7 +31,7 @@ from dpframe.checkpoint.plain import Stored
 from dpframe.checkpoint.snapshot import Snapshot
 from dpframe.data.module import mapped
 from dpframe.errors import UserError, first_line
-from dpframe.parameters import has_sparse
+from dpframe.parameters import first_hooked, has_sparse
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.group import GroupCollectives
 from dpframe.util.patterns import blocks, match_modules
@@ -319,6 +319,11 @@ class Sharding:
             raise UserError(
                 f"{name} has an embedding with sparse=True, whose gradients strategy=fsdp can't "
                 "share; set sparse=False, or use strategy=ddp"
+            )
+        if hooked := first_hooked(task):
+            raise UserError(
+                f"{hooked} has a hook, which the parts that strategy=fsdp makes of it would not "
+                "have; change gradients in on_before_step, or use strategy=ddp"
             )
         if self.rounds and not has_autocast:
             raise UserError(

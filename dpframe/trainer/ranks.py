@@ -14,6 +14,7 @@ from dpframe.errors import UserError
 from dpframe.launch import interpreter, local, parcel, signals
 from dpframe.launch.parcel import Parcel
 from dpframe.loggers import Logger
+from dpframe.parameters import first_hooked
 from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
@@ -90,6 +91,11 @@ class Ranks:
 
     def run(self, so_far: SoFar, mode: str, *args: Any, **options: Any) -> Ended:
         """In processes that a new interpreter starts, which can fork them: see `fresh`."""
+        if name := first_hooked(self._parts["task"]):
+            raise UserError(
+                f"{name} has a hook, which the ranks that this program starts would not have; call "
+                "register_hook in the task's on_fit_start"
+            )
         set_here = self._random_state, process_settings(), torch.get_default_dtype()
         call = so_far, mode, args, options
         work = self._make, self._strategy, self._parts, set_here, call
