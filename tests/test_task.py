@@ -342,27 +342,29 @@ class Gathers(Small):
     def __init__(self, gather: Any) -> None:
         super().__init__()
         self.gather = gather
+        self.seen: list[int] = []
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         self.gather(self, batch[0])
         return super().training_step(batch)
 
 
-def first_only(task: Task, x: Tensor) -> None:
-    task.steps = getattr(task, "steps", 0) + 1
-    if task.steps == 1:
+def first_only(task: Any, x: Tensor) -> None:
+    task.seen.append(len(x))  # a list is the same one for all replicas
+    if len(task.seen) == 1:
         task.all_gather(x)
 
 
-def but_first(task: Task, x: Tensor) -> None:
-    task.steps = getattr(task, "steps", 0) + 1
-    if task.steps > 1:
+def but_first(task: Any, x: Tensor) -> None:
+    task.seen.append(len(x))
+    if len(task.seen) > 1:
         task.all_gather(x)
 
 
 ALONE = (
-    "has ended its step without the self.all_gather in which another one waits; call it as often "
-    "on all replicas, whatever their rows"
+    "has ended its step without the self.all_gather, or the BatchNorm of "
+    "trainer.batch_norm=global, in which another one waits; call it as often on all replicas, "
+    "whatever their rows"
 )
 REFUSED = {
     "a list": (

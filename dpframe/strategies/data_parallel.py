@@ -1,6 +1,7 @@
 """One process, N devices: each replica computes its own loss, autograd sums the gradients."""
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,9 +59,9 @@ class DataParallel(Strategy, takes_logical_shares=True):
 class Replicas(nn.Module):
     """Calls the module once a share, on the share's device, and combines what comes back.
 
-    On the CPU the replicas run one after the other, with buffers of their own. Where the first
-    one's step gathers rows, the others begin beside it, each in a thread, and all of them take
-    turns, one at a time.
+    On the CPU the replicas run one after the other, each with buffers and attributes of its own.
+    Where the first one's step gathers rows, the others begin beside it, each in a thread, and all
+    of them take turns, one at a time.
     """
 
     def __init__(self, module: Any, places: list[torch.device]) -> None:
@@ -83,12 +84,13 @@ class Replicas(nn.Module):
         if self._needs_thread():
             return Thread(partial(self.forward, shares, *args)).result()
         steps = [partial(self.module, share, *args) for share in shares]
-        with Buffers(self.buffers_at, len(steps)) as buffers:
-            with Meeting(steps, take_turn=buffers.use) as meeting:
+        parts = [part for part in self.module.modules() if not _is_metric(part)]
+        with Own(parts, self.buffers_at, len(steps)) as own:
+            with Meeting(steps, take_turn=own.use) as meeting:
                 first = steps[0]()
             results = [first, *meeting.results()]
             for index in range(len(results), len(steps)):  # they have not begun beside it
-                buffers.use(index)
+                own.use(index)
                 results.append(steps[index]())
         SEAT.meeting = None
         if meeting.threads or self.gathers is None:
@@ -133,32 +135,55 @@ def buffers_at(places: Places) -> list[Tensor]:
     return [getattr(part, name) for part, name in places]
 
 
-class Buffers:
-    """Each replica's own, of one module: on GPUs each replica has a copy of it.
+class Own:
+    """Each replica's own buffers and attributes of these modules, as copies of a module have them
+    on GPUs, and processes: what a step sets for a while, another replica's does not see.
 
-    All begin a pass with the module's. The first replica's stay; the others' are lost, as there.
+    All begin a pass with the module's. The first replica's stay; the others' are lost.
     """
 
-    def __init__(self, places: Places, replicas: int) -> None:
-        self._places = places
-        own = buffers_at(places)
-        self._of = [own, *(_copied(own) for _ in range(1, replicas))]
+    def __init__(self, parts: Sequence[nn.Module], places: Places, replicas: int) -> None:
+        self._parts, self._places = parts, places
+        own = [vars(part) for part in parts]
+        self._spaces = [own, *([_copy_of(space) for space in own] for _ in range(1, replicas))]
         self._user = 0
+        tensors = buffers_at(places)
+        for replica in range(1, replicas):
+            self.use(replica)
+            for (part, name), buffer in zip(places, _copied(tensors), strict=True):
+                setattr(part, name, buffer)
+        self.use(0)
 
-    def __enter__(self) -> "Buffers":
+    def __enter__(self) -> "Own":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.use(0)
 
     def use(self, replica: int) -> None:
-        """Gives the module this replica's."""
+        """Gives the modules this replica's."""
         if replica == self._user:
             return
-        self._of[self._user] = buffers_at(self._places)  # a step may have set others
-        for (part, name), buffer in zip(self._places, self._of[replica], strict=True):
-            setattr(part, name, buffer)
+        for part, space in zip(self._parts, self._spaces[replica], strict=True):
+            object.__setattr__(part, "__dict__", space)
         self._user = replica
+
+
+OF_MODULES = set(vars(nn.Module()))  # attributes that every module has, e.g. a dict of its buffers
+
+
+def _copy_of(space: dict[str, Any]) -> dict[str, Any]:
+    """With dicts of its own for parameters, buffers and modules, which a step may exchange."""
+    return {
+        name: value.copy() if name in OF_MODULES and isinstance(value, dict) and value else value
+        for name, value in space.items()
+    }
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """One of torchmetrics counts the rows of all replicas here."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -271,8 +296,9 @@ class Meeting:
 
 def _left_alone(index: int) -> UserError:
     return UserError(
-        f"replica {index} has ended its step without the self.all_gather in which another one "
-        "waits; call it as often on all replicas, whatever their rows"
+        f"replica {index} has ended its step without the self.all_gather, or the BatchNorm of "
+        "trainer.batch_norm=global, in which another one waits; call it as often on all replicas, "
+        "whatever their rows"
     )
 
 
