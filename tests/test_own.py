@@ -8,15 +8,17 @@ import pytest
 import torch
 from command import attempts, write
 from forked import on
-from small import SGD, Rows, fitted, trainer
+from small import SGD, Hooks, Rows, fitted, trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, ShardedStream, Strategy, Task, UserError
+from dpframe.callbacks.progress import Progress
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.single import CPU
 
 TWO = partial(DataParallel, 2, "cpu")
 SEES = "{} each replica's rows alone: "
@@ -193,10 +195,62 @@ def test_a_dropout_layer_that_the_trial_has_not_called_says_so_once_when_it_is(c
         assert [each.getMessage() for each in caplog.records] == lines
 
 
+def thaw(trainer: Any) -> None:
+    if trainer.epoch == 1:
+        trainer.task.own["norm"].train()
+        trainer.task.own["drop"].p = 0.5
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_layers_that_a_hook_turns_on_are_named_when_it_does_or_are_the_batchs(exact, caplog):
+    task = Layers(norm=nn.BatchNorm1d(8).eval(), drop=nn.Dropout(0.0))
+    given: dict[str, Any] = {"exact_layers": exact, "callbacks": [Hooks(on_epoch_start=thaw)]}
+    made = fitted(task, strategy=TWO(), max_epochs=3, **given)
+    assert made.training.own == ""
+    line = f"1 BatchNorm and 1 Dropout {SEES.format('layers see')}{NORM} {DROP}"
+    said = [f"from epoch 2 on: {line}; this changes the curve"] if not exact else []
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == said
+
+
+class Replacing(Layers):
+    """Gets another head for its second epoch."""
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        if trainer.epoch == 1:
+            self.own["norm"] = nn.BatchNorm1d(8).to(self.device, torch.float64)
+
+
+def test_a_layer_that_a_hook_replaces_is_the_batchs_too():
+    states = []
+    for strategy in (CPU(), TWO()):
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"exact_layers": True, "precision": "64", "max_epochs": 3}
+        made = fitted(Replacing(norm=nn.BatchNorm1d(8)), strategy=strategy, **given)
+        states.append(made.task.state_dict())
+    one, two = states
+    assert all(torch.allclose(two[key], one[key], rtol=0, atol=1e-12) for key in one)
+
+
 def test_without_the_share_check_layers_are_named_all_the_same():
     task = Layers(drawing, a=nn.Dropout(0.1), rnn=lstm())
     line = f"1 Dropout {SEES.format('layer sees')}{DROP}; {OWN}own.rnn.layer (LSTM's own dropout)"
     assert own(task, share_check="off") == line
+
+
+def test_a_program_that_shows_no_banner_is_warned(caplog, capfd):
+    """Over a pipe, a line at INFO is nowhere."""
+    caplog.set_level("INFO", "dpframe")
+    given: dict[str, Any] = {"strategy": TWO(), "max_steps": 1}
+    fitted(Layers(drawing, a=nn.Dropout(0.1)), Rows(4, 4, val=False), **given)
+    line = f"1 Dropout {SEES.format('layer sees')}{DROP}"
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warned[0].startswith(line) and warned[0].endswith("; this changes the curve")
+    assert warned[1].startswith("the share check has not compared the loss: ")
+    caplog.clear()
+    given["callbacks"] = [Progress()]
+    fitted(Layers(drawing, a=nn.Dropout(0.1)), **given)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    assert f"layers     {line}; {OWN}the step (rand)\n" in capfd.readouterr().out
 
 
 NORMED = """
@@ -241,9 +295,11 @@ def test_fsdp_says_what_it_has_not_compared_and_a_strict_check_ends_it_all_the_s
     why = "the share check has not compared the loss: strategy.param_dtype rounds the weights"
     assert why in on(rounding, notes, "on")
     line = (
-        f"1 Dropout {SEES.format('layer sees')}{DROP}; trainer.share_check=on trains all the same"
+        f"1 Dropout {SEES.format('layer sees')}{DROP}; what else a step has of each replica's own"
     )
-    assert on(rounding, notes, "strict") == line
+    unknown = "is unknown: strategy.param_dtype rounds the weights"
+    wanted = f"{line} {unknown}; trainer.share_check=on trains all the same"
+    assert on(rounding, notes, "strict") == wanted
 
 
 # What can't be computed at all is refused

@@ -37,6 +37,7 @@ class Progress(Callback):
     """`bar`: auto draws one on a terminal and prints lines elsewhere."""
 
     reads_metrics = True
+    shows_banner = True
 
     def __init__(self, bar: str | bool = "auto") -> None:
         if bar not in ("auto", True, False):

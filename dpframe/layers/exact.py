@@ -80,7 +80,7 @@ class RowDropout(Exact):
     row_dim: int | None  # the dimension of its input that is the rows; None: nothing has told
     key: int
     row_name: str
-    row_told: bool  # that it is each replica's own
+    row_told: list[str]  # what it is that has told that it is each replica's own
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if ongoing.watch is not None:  # also of one that drops nothing yet
@@ -107,7 +107,7 @@ class RowDropout(Exact):
 
     def _tell(self: Any) -> None:
         """Of a layer that the trial has not met, e.g. of a later epoch."""
-        self.row_told = True
+        self.row_told.append("the step")
         strategy = current_share.context.strategy
         if strategy is not None and strategy.replicas > 1 and strategy.is_main:
             log.warning(
@@ -139,7 +139,7 @@ def convert(task: nn.Module, *, batch_norm: bool, dropout: bool) -> None:
         elif dropout and isinstance(module, DROPOUTS) and is_torchs(module):
             _become(module, put_before(RowDropout, kind))
             own = {"key": crc32(name.encode()), "row_dim": dims}
-            vars(module).update(own, row_name=name, row_told=False)
+            vars(module).update(own, row_name=name, row_told=[])
 
 
 def drops_by_row(task: nn.Module) -> bool:

@@ -69,22 +69,32 @@ class Replicas(nn.Module):
         self.module = module
         self.places = places
         self.gathers: bool | None = None  # None before the first pass
-        self.buffers_at: Places = [
-            (part, name)
-            for part in module.modules()
-            for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)
-        ]
+        self.parts: list[nn.Module] = []
+        self.buffers_at: Places = []
+        self._look()
+
+    def _look(self) -> None:
+        """A hook may have replaced a module since."""
+        parts = list(self.module.modules())
+        if parts != self.parts:
+            self.parts = parts
+            self.buffers_at = [
+                (part, name)
+                for part in parts
+                for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)
+            ]
 
     def forward(self, shares: list[Share], *args: Any) -> Any:
         if len(shares) == 1:
             SEAT.meeting = None
             return self.module.combine([self.module(shares[0], *args)])
+        self._look()
         if self.places[0].type != "cpu":
             return self._at_once(shares, args)
         if self._needs_thread():
             return Thread(partial(self.forward, shares, *args)).result()
         steps = [partial(self.module, share, *args) for share in shares]
-        parts = [part for part in self.module.modules() if not _is_metric(part)]
+        parts = [part for part in self.parts if not _is_metric(part)]
         with Own(parts, self.buffers_at, len(steps)) as own:
             with Meeting(steps, take_turn=own.use) as meeting:
                 first = steps[0]()

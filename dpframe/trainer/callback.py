@@ -34,14 +34,16 @@ class Callback:
     """Acts at the loop's hooks: override those that you need.
 
     A class may set `reads_metrics` (it is called after the callbacks that add metrics), `runs_last`
-    (after all others), `needs_directory` (`fit` refuses to begin without a run directory) and
-    `logs` (whether it adds metrics, where its methods don't show that).
+    (after all others), `needs_directory` (`fit` refuses to begin without a run directory),
+    `shows_banner` (it prints what a run is) and `logs` (whether it adds metrics, where its methods
+    don't show that).
     A constructor may set `watches`, which names its state in a checkpoint beside its class.
     """
 
     reads_metrics = False  # True: after those that may add to them by `trainer.log`
     runs_last = False  # True: after all others, so that it sees what they decided
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
+    shows_banner = False  # True: prints `layers` of a run; else warnings say what is there
     logs: bool | None = None  # whether it adds metrics; None: if a method calls `trainer.log`
     watches = ""  # e.g. a metric: others of this class, that watch another one, have other states
 

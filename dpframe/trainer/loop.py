@@ -32,9 +32,10 @@ from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import (
     Training,
+    look_again,
     make_evaluations,
     make_training,
-    refuse_cut_norms,
+    told,
 )
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
@@ -283,8 +284,8 @@ class Trainer(CallbackView):
         if not self.task.training:
             self.task.train()
         hooks.call("on_epoch_start", self)
-        if training.feed.cut is not None:  # these hooks may have changed modes
-            refuse_cut_norms(self.task)
+        if training.later is not None:  # these hooks may have changed layers and their modes
+            look_again(training.later, training, self.placed, progress.epoch)
         for batches in training.feed.steps(progress):  # those of one update
             is_logged = calendar.logs(progress.global_step + 1)
             for update in training.updates.taking_turns():
@@ -441,8 +442,8 @@ class Trainer(CallbackView):
             seeding.seed_everything(seed, self.strategy.local_devices)
         if self.strategy.is_main:
             training.feed.warn_of_a_short_batch()
-            for note in training.notes:
-                log.info("%s", note)
+            for level, note in told(training, self.settings, self.callbacks):
+                log.log(level, "%s", note)
         self.task_metrics.tables.clear()  # those of a validation before
         if training.profile is not None:
             training.profile.start()

@@ -3,6 +3,7 @@
 The task is told its lengths on the way, as its optimizers and schedules may ask for them.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from dpframe.trainer.callback import Callback
 from dpframe.trainer.checks.in_place import InPlace
 from dpframe.trainer.checks.left_out import LeftOut
 from dpframe.trainer.checks.loss_guard import LossGuard
-from dpframe.trainer.checks.own import find_own
-from dpframe.trainer.checks.share_check import check_evaluation, check_shares
+from dpframe.trainer.checks.own import Later, find_own
+from dpframe.trainer.checks.share_check import NOT_COMPARED, check_evaluation, check_shares
 from dpframe.trainer.compute.activations import drop_activations
 from dpframe.trainer.compute.compiled import Compiled
 from dpframe.trainer.compute.placement import Precision
@@ -40,6 +41,8 @@ from dpframe.trainer.resume.fingerprint import fingerprint
 from dpframe.trainer.resume.state import Resumable, changes_since
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.step import Step, StepByHand, TrainStep
+
+log = logging.getLogger("dpframe")
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +61,7 @@ class Training:
     profile: Profile | None
     notes: list[str]  # for the log, as it begins
     own: str  # what each replica has of its own, which changes the curve
+    later: Later | None  # None: there is one replica, or the shares are the same on any number
     resumed_from: dict[str, Any] | None  # the state of a checkpoint
     changes: list[str]  # what is not as it was there
 
@@ -116,6 +120,9 @@ def make_training(
     notes = check_shares(
         placed, settings, feed, updates, progress, monitored, own, is_resumed=is_resumed
     )
+    has_several = strategy.replicas > 1 or feed.cut is not None
+    is_own = has_several and not strategy.logical_shares
+    later = Later(task, settings, own) if is_own else None
     recomputed = drop_activations(task, settings.checkpoint_activations)
     wrap_steps(updates, task, strategy, settings, placed.precision)
     means = means_over(strategy)
@@ -175,6 +182,7 @@ def make_training(
         profile=profile,
         notes=[*notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],
         own=own.line,
+        later=later,
         resumed_from=resumed_from,
         changes=changes,
     )
@@ -272,6 +280,27 @@ def may_change_modes(task: Task, callbacks: Sequence[Callback]) -> bool:
     has_others = any(not kind.__module__.startswith("dpframe.") for kind in kinds)
     is_own = any(hasattr(task, hook) for hook in ("on_fit_start", "on_epoch_start"))
     return has_others or is_own or any(kind.__name__ == "Freeze" for kind in kinds)
+
+
+def told(
+    training: Training, settings: TrainerSettings, callbacks: Sequence[Callback]
+) -> Iterator[tuple[int, str]]:
+    """Lines of the log, each with its level: what changes a curve has to be seen, also where
+    nothing shows it, e.g. in a program that writes to a file."""
+    is_shown = settings.share_check == "off" or any(each.shows_banner for each in callbacks)
+    if training.own and not is_shown:
+        yield logging.WARNING, f"{training.own}; this changes the curve"
+    for note in training.notes:
+        is_seen = is_shown or not note.startswith(NOT_COMPARED)
+        yield logging.INFO if is_seen else logging.WARNING, note
+
+
+def look_again(later: Later, training: Training, placed: Placed, epoch: int) -> None:
+    """At the beginning of an epoch, when hooks may have changed layers."""
+    if training.feed.cut is not None:
+        refuse_cut_norms(placed.task)
+    if (line := later.look(placed.task)) and placed.strategy.is_main:
+        log.warning("from epoch %s on: %s; this changes the curve", epoch + 1, line)
 
 
 def heed_own_modes(task: Task) -> None:

@@ -71,6 +71,8 @@ class Own:
             said.append(f"{kinds} {verb} each {self.whose} rows alone: {keys}")
         if self.others:
             said.append(f"of each {self.whose} own: {listed(self.others, 4)}")
+        if self.unknown:
+            said.append(f"what else a step has of each {self.whose} own is unknown: {self.unknown}")
         return "; ".join(said)
 
 
@@ -107,6 +109,8 @@ def find_own(
     try:
         if updates.by_hand is not None:
             raise NotCompared("the task steps its optimizers itself")
+        if strategy.sharding is not None and strategy.sharding.rounds:
+            raise NotCompared("strategy.param_dtype rounds the weights")
         trials = [Trial(task, strategy, progress, turn) for turn in updates]
         for trial in trials if is_looked_at else ():
             drawn += _looked_at(trial, feed.source, watch)
@@ -202,6 +206,7 @@ def _said_of(module: Any, name: str, watch: "Watch", unknown: str) -> str:
     the run; else it tells so itself."""
     if isinstance(module, RowDropout) and vars(module)["p"] > 0 and module.row_dim is None:
         why = "its rows were not found" if module in watch.called else unknown
+        module.row_told += ["the trial"] * bool(why)
         return f"{name} (dropout: {why})" if why else ""
     if module in watch.unlike:
         return f"{name} (a {type(module).__name__} with statistics of its own)"
@@ -261,6 +266,35 @@ def _refuse_one_row(trial: Trial, source: Any, replicas: int) -> None:
     if replicas > 1:
         of, use = "a replica's share of a batch", f"{KEYS['BatchNorm']}, {use}"
     raise UserError(f"BatchNorm can't normalise one row, and {of} has one; use {use}")
+
+
+class Later:
+    """Layers that a hook thaws, replaces or turns on once training has begun."""
+
+    def __init__(self, task: Task, settings: TrainerSettings, own: Own) -> None:
+        self._keys = {
+            "batch_norm": settings.has_global_batch_norm,
+            "dropout": settings.drops_by_row,
+        }
+        self._whose = own.whose
+        self._known = {name for name, _ in _counted(task)}
+
+    def look(self, task: Task) -> str:
+        """At the beginning of an epoch: makes those of the batch that a key asks for, and returns
+        a line on others that were not there before."""
+        new = {name: kind for name, kind in _counted(task) if name not in self._known}
+        if new:
+            convert(task, **self._keys)
+            new = {name: kind for name, kind in _counted(task) if name in new}
+            self._known |= new.keys()
+        return Own(Counter(new.values()), whose=self._whose).line
+
+
+def _counted(task: Task) -> Iterator[tuple[str, str]]:
+    """The layers that a key would make the batch's, by their names, and their kinds."""
+    for name, module in task.named_modules():
+        if module.training and (kind := kind_of(module)):
+            yield name, kind
 
 
 class Watch:
