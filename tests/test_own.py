@@ -89,6 +89,22 @@ def dropping(task: Any, x: Tensor) -> Tensor:
     return functional.dropout(x, 0.2, task.training)
 
 
+def seeding(task: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(task.global_step)
+    return x + 1
+
+
+def forking(task: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+    return x + 1
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return torch.dropout(x, 0.5, True)
+
+
 OWN = "of each replica's own: "
 CASES: dict[str, tuple[Callable[[], Task], str]] = {
     "nothing": (Layers, ""),
@@ -116,6 +132,12 @@ CASES: dict[str, tuple[Callable[[], Task], str]] = {
     ),
     "DropPath": (lambda: Layers(path=DropPath()), f"{OWN}own.path (bernoulli_)"),
     "a number drawn in a step": (lambda: Layers(drawing), f"{OWN}the step (rand)"),
+    "a seed that a step sets": (lambda: Layers(seeding), ""),
+    "a state that a step puts back": (lambda: Layers(forking), ""),
+    "a draw that torch's functions don't show": (
+        lambda: Layers(lambda task, x: scripted(x) + 1),
+        f"{OWN}the step (a call outside of torch's functions)",
+    ),
     "functional dropout": (lambda: Layers(dropping), f"{OWN}the step (dropout)"),
     "a codebook": (lambda: Layers(book=Codebook()), f"{OWN}own.book (statistics of its rows)"),
     "a layer and a draw": (

@@ -32,6 +32,8 @@ class Draws(TorchFunctionMode):
         self.seen: list[Drawn] = []
         self._device = device
         self._known = self._states()
+        self._before = [self._known]  # all there were
+        self._seed = torch.initial_seed()
 
     def __torch_function__(
         self,
@@ -41,17 +43,31 @@ class Draws(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         if name == "__get__":  # an attribute
-            return result
+            return function(*args, **kwargs)
+        self._note_unseen()
+        result = function(*args, **kwargs)
         generator, now = kwargs.get("generator"), self._states()
         has_drawn = any(not torch.equal(a, b) for a, b in zip(self._known, now, strict=True))
         if has_drawn or not isinstance(generator, DrawnForAll | None):
             size = tuple(result.shape) if isinstance(result, Tensor) else None
             self.seen.append(Drawn(name, size, _calling_module()))
+            self._before.append(now)
         self._known = now
         return result
+
+    def _note_unseen(self) -> None:
+        """What was drawn by no function that a mode sees, e.g. in a scripted module; to set a seed,
+        or a state of before, draws nothing."""
+        now, seed = self._states(), torch.initial_seed()
+        if all(map(torch.equal, self._known, now)):
+            return
+        is_set = seed != self._seed or any(all(map(torch.equal, was, now)) for was in self._before)
+        if not is_set:
+            self.seen.append(Drawn("a call outside of torch's functions", None, _calling_module()))
+        self._known, self._seed = now, seed
+        self._before.append(now)
 
     def _states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
