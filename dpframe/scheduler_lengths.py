@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from dpframe.composite import Composite, name_of
 from dpframe.errors import UserError
 
 NAMES = {CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}  # of the length of each
@@ -53,6 +54,7 @@ def _make(
     optimizer: Optimizer, make: Make, length: Length, key: str, names: dict[type[Any], str]
 ) -> LRScheduler:
     kind, given = _kind(make), getattr(make, "keywords", {})
+    _refuse_momentum(optimizer, make, key)
     if _is_a(kind, SequentialLR):
         return make(optimizer, **_sequence(optimizer, given, length, key))
     if _is_a(kind, ChainedScheduler):
@@ -63,6 +65,17 @@ def _make(
     if name is None or name in given or (name == "total_steps" and "epochs" in given):
         return make(optimizer)
     return make(optimizer, **{name: length(f"{key}.{name}")})
+
+
+def _refuse_momentum(optimizer: Optimizer, make: Make, key: str) -> None:
+    """Of OneCycleLR and CyclicLR, which would move `betas` or `momentum`, whichever all groups
+    have."""
+    cycles = signature(make).parameters.get("cycle_momentum")
+    if isinstance(optimizer, Composite) and cycles is not None and cycles.default:
+        raise UserError(
+            f"{key}: {_kind(make).__name__} cycles one momentum, and {name_of(optimizer)} have "
+            f"others each; set {key}.cycle_momentum=false"
+        )
 
 
 def _sequence(

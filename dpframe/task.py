@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dpframe.composite import name_of
 from dpframe.errors import UserError, suggestion
 from dpframe.lightning_names import INSTEAD, Instead
 from dpframe.parameters import grouped, optimizer_over
@@ -218,7 +219,7 @@ class Task(RowsOfBatch, nn.Module):
             raise UserError(
                 f"{name} has no optimizer; set task.optimizer or write configure_optimizer"
             )
-        optimizer = optimizer_over(self.make_optimizer, self._named())
+        optimizer = optimizer_over(self.make_optimizer, self._named(), within=self)
         return self._scheduled("", optimizer, self.make_scheduler)
 
     def _made_by_name(self) -> dict[str, Any]:
@@ -236,7 +237,8 @@ class Task(RowsOfBatch, nn.Module):
         self.optimizer_names = tuple(self.make_optimizers)  # for turns()
         for name, make in self.make_optimizers.items():
             own = [pair for pair in self._named() if pair[0].startswith(f"{name}.")]
-            optimizer = optimizer_over(make, own, key=f"task.optimizers.{name}.groups")
+            key = f"task.optimizers.{name}.groups"
+            optimizer = optimizer_over(make, own, key=key, within=self)
             made[name] = self._scheduled(name, optimizer, self.make_schedulers.get(name))
         return made
 
@@ -252,14 +254,14 @@ class Task(RowsOfBatch, nn.Module):
         groups = optimizer.param_groups
         if len(rates) > 1 and len({group.get("initial_lr", group["lr"]) for group in groups}) == 1:
             raise UserError(
-                f"{type(scheduler).__name__} gives all groups of {type(optimizer).__name__} one "
+                f"{type(scheduler).__name__} gives all groups of {name_of(optimizer)} one "
                 f"learning rate; pass it a list of {len(groups)} rates, or leave lr out of groups"
             )
         return optimizer, scheduler
 
     def parameter_groups(self, groups: Mapping[str, Any]) -> list[dict[str, Any]]:
         """For a `configure_optimizer` of the task's own: what `task.optimizer.groups` does."""
-        return grouped(self._named(), groups, key="groups")
+        return grouped(self._named(), groups, key="groups", within=self)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """The parameters; one that is in several places has several names."""

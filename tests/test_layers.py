@@ -27,7 +27,7 @@ FLOORS = {
     "checkpoint": 1,
 }  # everything else is on floor 0
 GROUND = {"data", "devices", "errors", "launch", "loggers", "metrics", "seeding", "util", "values"}
-GROUND |= {"exact", "lightning_names", "parameters", "scheduler_lengths", "schedules"}
+GROUND |= {"composite", "exact", "lightning_names", "parameters", "scheduler_lengths", "schedules"}
 ENTRANCES = {
     "__init__",
     "__main__",

@@ -17,6 +17,9 @@ from dpframe.util.patterns import match_parameters
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1}
 
 
+class Affine(nn.Linear): ...
+
+
 class Tuned(Small):
     """net.backbone and net.head, and a scale that has no dimension."""
 
@@ -56,12 +59,16 @@ HEAD = ["net.head.weight", "net.head.bias"]
         (["*", "!net.backbone", "!scale"], HEAD),
         (["!net.head", "net.head.bias"], ["net.head.bias"]),
         ("tied", BACKBONE[2:]),
+        ("LayerNorm", BACKBONE[2:]),
+        ("Affine", HEAD),
+        (["Sequential", "!Linear"], BACKBONE[2:]),
     ],
 )
-def test_a_pattern_is_of_names_modules_or_vectors_and_may_leave_out(patterns, wanted):
+def test_a_pattern_is_of_names_modules_classes_or_vectors_and_may_leave_out(patterns, wanted):
     task = Tuned()
+    task.net.head.__class__ = type("Sharded", (Affine,), {})  # as a strategy may make one
     named = task.named_parameters(remove_duplicate=False)
-    assert names(task, match_parameters(named, patterns, key="x")) == wanted
+    assert names(task, match_parameters(named, patterns, key="x", within=task)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -115,6 +122,8 @@ def test_what_is_frozen_is_in_the_optimizer_since_it_may_thaw():
     [
         ({"a": {"match": "net.bakbone", "lr": 1}}, ".a.match=net.bakbone matches no parameter; did "
             "you mean net.backbone?"),
+        ({"a": {"match": "LayerNrom"}}, ".a.match=LayerNrom matches no parameter; did you mean "
+            "LayerNorm?"),
         ({"a": {"match": "qqqqqq"}}, ".a.match=qqqqqq matches no parameter; there is, e.g., scale"),
         ({"a": {"match": "1d", "weigth_decay": 0}}, ".a.weigth_decay: AdamW has no such option for "
             "a group; did you mean weight_decay?"),

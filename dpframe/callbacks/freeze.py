@@ -50,7 +50,8 @@ class Freeze(Callback):
             *task.named_parameters(remove_duplicate=False),
             *task.named_buffers(remove_duplicate=False),
         ]
-        self.matched = match_parameters(named, self.patterns, key="callbacks.freeze.patterns")
+        key = "callbacks.freeze.patterns"
+        self.matched = match_parameters(named, self.patterns, key=key, within=task)
         self.is_over = self._is_over(trainer)
         self._apply(trainer)
         if not any(weight.requires_grad for weight in task.parameters()):

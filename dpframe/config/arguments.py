@@ -36,6 +36,9 @@ TORCH, HYDRA = (str(Path(inspect.getfile(each)).parent) for each in (torch, hydr
 SCALARS = (bool, int, float, str)
 GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
 """An argument of every optimizer, which the Task takes out and makes parameter groups of."""
+MATCH = inspect.Parameter("match", inspect.Parameter.KEYWORD_ONLY, default="")
+OF_OPTIMIZER = re.compile(r"task\.optimizer(s\.\w+)?\.groups\.\w+")
+"""A group that names an optimizer of its own, which the Task makes of what it matches."""
 OF_DATA = {name: inspect.signature(DataModule).parameters[name] for name in OF_EVERY_DATA}
 """Of every DataModule, whatever its constructor takes."""
 OF_TASK = {
@@ -80,6 +83,10 @@ def values_of(node: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{where}[{index}]", value) for index, value in enumerate(node))
 
 
+def is_made_later(node: Mapping[str, Any], where: str) -> bool:
+    return bool(node.get("_partial_")) or OF_OPTIMIZER.fullmatch(where) is not None
+
+
 def _check_special(node: Mapping[str, Any], where: str) -> None:
     for name, kind in SPECIAL.items():
         if name in node and type(node[name]) is not kind:
@@ -106,7 +113,8 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
         return
     parameters = {**OF_ALL.get(where, {}), **parameters}
     if isinstance(target, type) and issubclass(target, optim.Optimizer):
-        parameters.setdefault("groups", GROUPS)
+        extra = MATCH if OF_OPTIMIZER.fullmatch(where) else GROUPS
+        parameters.setdefault(extra.name, extra)
     given = {name: value for name, value in node.items() if name not in SPECIAL}
     name = getattr(target, "__name__", str(target))
     for key in given:
@@ -114,9 +122,9 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
             raise _not_taken(f"{where}.{key}", target, parameters)
     # The Task adds the first argument of these, and lengths.
     is_later = isinstance(target, type) and issubclass(target, MADE_LATER)
-    if is_later and not node.get("_partial_"):
+    if is_later and not is_made_later(node, where):
         raise UserError(f"{where}: the Task makes its {name} later; add ++{where}._partial_=true")
-    if is_later or not node.get("_partial_"):
+    if is_later or not is_made_later(node, where):
         rest = list(parameters.items())[is_later + len(node.get("_args_", ())) :]
         for key, parameter in rest:
             is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)

@@ -16,7 +16,14 @@ import hydra
 from hydra.errors import InstantiationException
 
 from dpframe.callbacks import Callback
-from dpframe.config.arguments import OF_ALL, SPECIAL, check, explain_call, values_of
+from dpframe.config.arguments import (
+    OF_ALL,
+    SPECIAL,
+    check,
+    explain_call,
+    is_made_later,
+    values_of,
+)
 from dpframe.config.compose import Composed
 from dpframe.config.schema import RunSettings, is_off
 from dpframe.config.target import find, see_own_folders
@@ -109,7 +116,7 @@ def _build(node: Any, where: str) -> Any:
         positional = _build(positional, f"{where}._args_")
     if "_target_" not in node:
         return arguments
-    path, is_later = node["_target_"], node.get("_partial_")
+    path, is_later = node["_target_"], is_made_later(node, where)
     target, call = find(path, f"{where}._target_"), _call_of(path, where)
     part = Later(target if is_later else call, *positional, **arguments)
     part.where = where

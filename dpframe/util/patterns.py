@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -12,17 +13,32 @@ VECTORS = "1d"  # stands for what has one dimension: biases, and the weights of 
 
 
 def match_parameters(
-    named: Iterable[tuple[str, Tensor]], patterns: Patterns, *, key: str
+    named: Iterable[tuple[str, Tensor]],
+    patterns: Patterns,
+    *,
+    key: str,
+    within: nn.Module | None = None,
 ) -> list[Tensor]:
-    """The tensors whose names match, or are in a module whose name does; `!net.head` leaves out
-    again what an earlier pattern has matched."""
+    """The tensors whose names match, or are in a module whose name does, or of the modules `within`
+    whose class, or a base of it, has that name; `!net.head` leaves out again what an earlier
+    pattern has matched."""
     named = list(named)
+    by_class = {} if within is None else _by_class(within)
     found: dict[int, Tensor] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         wanted = str(pattern).removeprefix("!")
-        matched = {id(tensor): tensor for name, tensor in named if _matches(name, tensor, wanted)}
+        of_class = {
+            id(t) for m in by_class.get(wanted, ()) for t in chain(m.parameters(), m.buffers())
+        }
+        matched = {
+            id(tensor): tensor
+            for name, tensor in named
+            if id(tensor) in of_class or _matches(name, tensor, wanted)
+        }
         if not matched:
-            raise UserError(f"{key}={pattern} matches no parameter; {_near(wanted, named)}")
+            raise UserError(
+                f"{key}={pattern} matches no parameter; {_near(wanted, named, by_class)}"
+            )
         if wanted == pattern:
             found |= matched
         else:
@@ -76,9 +92,18 @@ def _matches(name: str, tensor: Tensor, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def _near(pattern: str, named: Sequence[tuple[str, Tensor]]) -> str:
+def _by_class(root: nn.Module) -> dict[str, list[nn.Module]]:
+    """A strategy may have given a module a class of its own, whose base is the task's."""
+    found: dict[str, list[nn.Module]] = {}
+    for module in root.modules():
+        for kind in type(module).__mro__[:-2]:  # but for Module and object
+            found.setdefault(kind.__name__, []).append(module)
+    return found
+
+
+def _near(pattern: str, named: Sequence[tuple[str, Tensor]], classes: Iterable[str]) -> str:
     """A hint among names and their prefixes, since there may be thousands of names."""
-    known = {VECTORS}
+    known = {VECTORS, *classes}
     for name, _ in named:
         parts = name.split(".")
         known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dpframe.composite import Composite
+
 UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -29,11 +31,15 @@ def skip_import() -> None:
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     """`optimizer.step` with its hooks, to the bit, less the wrapper that imports dynamo."""
+    if isinstance(optimizer, Composite):
+        optimizer.steps = [step_of(part) for part in optimizer.parts]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of none
+        return optimizer.step
     stock = type(optimizer).step
     step = inspect.unwrap(stock)
     is_torchs = type(optimizer).__module__.startswith("torch.optim.") and step is not stock
     is_differentiable = bool(optimizer.defaults.get("differentiable"))
     if not is_torchs or is_differentiable or "torch._dynamo" in sys.modules:
         return optimizer.step
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it wasn't
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     return partial(Optimizer.profile_hook_step(torch.no_grad()(step)), optimizer)

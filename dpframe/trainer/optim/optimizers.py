@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dpframe.composite import name_of, parts_of
 from dpframe.errors import UserError, miscalled
 from dpframe.lightning_names import refusal
 from dpframe.parameters import has_sparse, updated_by
@@ -68,6 +69,19 @@ def _made(name: str, part: Any, returned: Any, task: Task) -> Made:
     )
     if not isinstance(optimizer, Optimizer) or is_other or not is_scheduler:
         raise UserError(f"{_method(task)} returned {kind_of(returned)}; {RETURNS_OPTIMIZER}")
+    parts = parts_of(optimizer)
+    needs_closure = [part for part in parts if _needs_closure(part)]
+    if needs_closure and len(parts) > 1:
+        raise UserError(
+            f"{name_of(optimizer)} step together, and {type(needs_closure[0]).__name__} computes "
+            "the gradients of a step several times; use another optimizer in its place"
+        )
+    if task.lr_schedule is not None:
+        scheduler = schedule_over(optimizer, scheduler, name, task)
+    return Made(optimizer, scheduler, bool(needs_closure))
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
     # Of the class: a scheduler has wrapped the optimizer's own step, which then shows its self.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = [
@@ -81,9 +95,7 @@ def _made(name: str, part: Any, returned: Any, task: Task) -> Made:
             f"{type(optimizer).__name__}.step needs a {required[0]}, and dpframe calls it without; "
             "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
         )
-    if task.lr_schedule is not None:
-        scheduler = schedule_over(optimizer, scheduler, name, task)
-    return Made(optimizer, scheduler, bool(required))
+    return bool(required)
 
 
 def check_signature(task: Task, turns: Sequence[str]) -> None:
@@ -140,8 +152,9 @@ def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = N
         return False
     for group in groups:
         group["fused"] = True
-    for weight, state in optimizer.state.items():  # Adagrad has made its own for other kernels
-        state["step"] = state["step"].to(weight.device, torch.float32)
+    for weight in updated_by(optimizer):  # Adagrad has made its own for other kernels
+        if state := optimizer.state.get(weight):
+            state["step"] = state["step"].to(weight.device, torch.float32)
     _skips_by_itself(optimizer, True)
     return True
 

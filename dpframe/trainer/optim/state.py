@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from dpframe.composite import parts_of
 from dpframe.data.module import tensors_in
 from dpframe.errors import listed
 from dpframe.parameters import updated_by
@@ -40,6 +41,7 @@ def named_state(named: Named, optimizer: Optimizer, state: dict[str, Any]) -> di
 def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """The saved state in the order of this optimizer's weights and groups, if it fits them."""
     weights, groups = updated_by(optimizer), saved["param_groups"]
+    owners = owners_in(optimizer)
     places, order = _places(named, optimizer, saved), group_order(named, optimizer, saved)
     if isinstance(optimizer, LBFGS) and places != sorted(places):
         raise Mismatch("LBFGS keeps one state for all weights, whose order is another one here")
@@ -48,17 +50,16 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
     states: dict[Any, Any] = {}
     for number, state in saved["state"].items():
         if number in place_of:
-            weight = weights[place_of[number]]
-            _check(state, weight, _name_of(weight, named), optimizer)
-            states[place_of[number]] = state
+            place = place_of[number]
+            _check(state, weights[place], _name_of(weights[place], named), owners[place])
+            states[place] = state
         elif isinstance(number, int):
             raise Mismatch(
                 f"the optimizer has state of a weight {number} there, which no group has"
             )
         else:
             states[number] = state  # an optimizer's own, of no weight
-    if is_torchs(optimizer):
-        _refuse_missing(states, named, optimizer)
+    _refuse_missing(states, named, optimizer)
     here = _divided(range(len(weights)), optimizer.param_groups)
     return {
         **saved,  # with what an optimizer of one's own has added
@@ -86,9 +87,9 @@ def options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def have_same_rates(optimizer: Optimizer, made: Options, before: Options) -> bool:
     return all(
         own.get(name) == was.get(name)
-        for own, was in zip(made, before, strict=True)
+        for own, was, part in zip(made, before, _of_groups(optimizer), strict=True)
         for name in {*own, *was}
-        if _is_rate(name, optimizer)
+        if _is_rate(name, part)
     )
 
 
@@ -99,10 +100,11 @@ def set_options(
     those that a scheduler decides. Either has the value of `now`, after the scheduler's steps.
 
     A rate that follows more than a count is changed in proportion."""
-    for group, own, was, values in zip(optimizer.param_groups, made, before, now, strict=True):
+    groups, parts = optimizer.param_groups, _of_groups(optimizer)
+    for group, part, own, was, values in zip(groups, parts, made, before, now, strict=True):
         for name, value in values.items():
             has_changed = own.get(name) != was.get(name)
-            if with_rates and (_is_rate(name, optimizer) or value != own.get(name)):
+            if with_rates and (_is_rate(name, part) or value != own.get(name)):
                 group[name] = value
             elif has_changed and name == "lr" and was["lr"]:
                 group["lr"] = group["lr"] * (own["lr"] / was["lr"])
@@ -199,12 +201,14 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
 def _refuse_missing(states: dict[Any, Any], named: Named, optimizer: Optimizer) -> None:
     """By what torch's optimizer keeps of a weight after a step with the options of here."""
     kept: dict[Any, set[str]] = {}
+    owners = owners_in(optimizer)
     for number, (group, weight) in enumerate(_weights_in(optimizer.param_groups)):
         state = states.get(number)
-        if state:  # of a weight without a gradient so far there is none
+        # Of a weight without a gradient so far there is none.
+        if state and is_torchs(owners[number]):
             kind = id(group), weight.ndim, weight.dtype, weight.device
             if kind not in kept:
-                kept[kind] = _kept(optimizer, group, weight)
+                kept[kind] = _kept(owners[number], group, weight)
             if missing := sorted(kept[kind] - state.keys()):
                 what = f"{listed(missing, 3)} of {_name_of(weight, named)}"
                 raise Mismatch(f"the optimizer has no {what} there")
@@ -225,6 +229,16 @@ def _kept(optimizer: Optimizer, group: dict[str, Any], weight: Tensor) -> set[st
         other.step()
         return {*other.state[one]}
     return set()
+
+
+def _of_groups(optimizer: Optimizer) -> list[Optimizer]:
+    """For each group the part that updates it."""
+    return [part for part in parts_of(optimizer) for _ in part.param_groups]
+
+
+def owners_in(optimizer: Optimizer) -> list[Optimizer]:
+    """For each weight the part that updates it."""
+    return [part for part in parts_of(optimizer) for _ in updated_by(part)]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
+from torch.optim import SGD, Adafactor, Muon, Optimizer, Rprop
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dpframe.composite import name_of, parts_of
 from dpframe.errors import UserError, metric_of
 from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
@@ -35,13 +36,14 @@ from dpframe.trainer.optim.state import (
     keeps_own_type,
     named_state,
     options_of_groups,
+    owners_in,
     set_options,
 )
 from dpframe.trainer.outputs import Measured, Weighting
 from dpframe.trainer.profile import timed
 from dpframe.trainer.settings import TrainerSettings
 
-NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights
+NEEDS_WHOLE = (Adafactor, Muon, Rprop)  # torch has no step of these on parts of weights
 
 
 class NotFinite(Exception):
@@ -87,10 +89,12 @@ class OptimizerStep:
             self.optimizer.register_load_state_dict_pre_hook(self._adapted)
         sharding = strategy.sharding
         kinds = None if sharding is None else sharding.fused_optimizers
-        fuse(self.optimizer, task, kinds=kinds)
-        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        parts = parts_of(self.optimizer)
+        for part in parts:
+            fuse(part, task, kinds=kinds)
+        fused = (p for p in parts if all(group.get("fused") for group in p.param_groups))
         # See `unfuse_late`.
-        self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
+        self._await_momenta = [part for part in fused if isinstance(part, SGD)]
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.plateau_monitor = settings.plateau_monitor
         self.schedules_steps = (
@@ -108,11 +112,11 @@ class OptimizerStep:
             },
         }
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
-        kind = type(self.optimizer).__name__
-        if strategy.sharding is not None and (self.needs_closure or kind in NEEDS_WHOLE):
+        whole = parts if self.needs_closure else [p for p in parts if isinstance(p, NEEDS_WHOLE)]
+        if strategy.sharding is not None and whole:
             raise UserError(
-                f"{kind} needs whole weights in each process, and {strategy.name} cuts them; use "
-                "strategy=ddp, or another optimizer"
+                f"{type(whole[0]).__name__} needs whole weights in each process, and "
+                f"{strategy.name} cuts them; use strategy=ddp, or another optimizer"
             )
         if self.needs_closure:
             self._refuse_with_closure()
@@ -206,8 +210,8 @@ class OptimizerStep:
                 self.grad_norm, self.rates = norm, self.learning_rates()
         if self.clip_value is not None:
             clip_grad_value_(self._parts(), self.clip_value)
-        if self._awaits_momenta:
-            self._awaits_momenta = unfuse_late(self.optimizer)
+        if self._await_momenta:
+            self._await_momenta = [part for part in self._await_momenta if unfuse_late(part)]
         if self.scaled_rates is not None:
             self.scaled_rates.apply(self.optimizer)
         try:
@@ -305,7 +309,7 @@ class OptimizerStep:
     def kinds(self) -> dict[str, str | None]:
         whose = self.name and f"{self.name}'s "
         return {
-            f"{whose}optimizer": type(self.optimizer).__name__,
+            f"{whose}optimizer": name_of(self.optimizer),
             f"{whose}scheduler": self.scheduler and type(self.scheduler).__name__,
             f"{whose}scheduler's steps": getattr(self.scheduler, "total_steps", None),
         }
@@ -378,10 +382,11 @@ class OptimizerStep:
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
-        for number, weight in enumerate(updated_by(self.optimizer)):
+        weights, owners = updated_by(self.optimizer), owners_in(self.optimizer)
+        for number, (weight, part) in enumerate(zip(weights, owners, strict=True)):
             kept = self.optimizer.state.get(weight, {})
             for name, value in saved["state"].get(number, {}).items():
-                is_own = isinstance(value, Tensor) and keeps_own_type(name, self.optimizer)
+                is_own = isinstance(value, Tensor) and keeps_own_type(name, part)
                 if is_own and value.dtype != kept[name].dtype:
                     kept[name] = value.to(kept[name].device)
 

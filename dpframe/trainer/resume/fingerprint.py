@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
+from dpframe.composite import parts_of
 from dpframe.data import DataModule, is_tensors
 from dpframe.launch import interpreter
 from dpframe.parameters import groups_of
@@ -85,7 +86,9 @@ def fingerprint(
 
 def _options(task: Task, update: OptimizerStep) -> dict[str, Any]:
     make = task.make_optimizers.get(update.name, task.make_optimizer)
-    return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
+    several = [part.defaults for part in parts_of(update.optimizer)]
+    defaults = {"parts": several} if len(several) > 1 else several[0]
+    return {**defaults, "groups": groups_of(make) or {}}
 
 
 def _of_schedule(update: OptimizerStep, make: Any, config: Fingerprint) -> Fingerprint:
@@ -162,6 +165,8 @@ def _leaves(config: Any) -> Fingerprint:
     waiting = [("", config)]
     while waiting:
         path, value = waiting.pop()
+        if isinstance(value, partial):  # the optimizer of a group
+            value = {"_target_": value.func, **value.keywords}
         if isinstance(value, Mapping):
             parts = [(f"{path}.{key}" if path else str(key), part) for key, part in value.items()]
         elif isinstance(value, list):
