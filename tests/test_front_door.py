@@ -40,6 +40,7 @@ FRIENDS = {
         "dpframe.trainer.checks.draws": "NotCompared: what the share check could not compare",
         "dpframe.trainer.evaluation": "restore_modes: as around the loop's validation",
         "dpframe.trainer.checks.few_rows": "picked: the rows that the share check tries",
+        "dpframe.trainer.optim.modes": "Modes: the reference validates at the weights of a run's",
         "dpframe.trainer.optim.schedule": "StepSchedule: the reference steps it by itself",
         "dpframe.trainer.optim.optimizers": "optimizers_of: as the loop makes them",
         "dpframe.trainer.outputs": "what a step returns is read as the loop reads it",

@@ -52,6 +52,11 @@ class Average(Callback):
         kinds = [type(c).__name__ for c in trainer.callbacks if isinstance(c, Average)]
         if len(kinds) > 1:
             raise UserError(f"callbacks: {' and '.join(kinds)} can't be combined; keep one")
+        for optimizer in trainer.updates.modes.optimizers:
+            raise UserError(
+                f"{self.key}: {type(optimizer).__name__} averages the weights itself; leave one of "
+                "them out"
+            )
         self._find(trainer)
 
     def on_validation_start(self, trainer: "Trainer") -> None:

@@ -217,6 +217,7 @@ class Trainer(CallbackView):
                 self._finish_resumed_step(training)
             while not self.is_over:
                 self._train_epoch(training)
+            training.updates.modes.eval()
             self.strategy.sync_weights(for_reading=True)
             if training.profile is not None:
                 self._record(training.profile.summarize(self.run.directory, is_main=is_main))
@@ -349,6 +350,7 @@ class Trainer(CallbackView):
         self.is_over |= end.is_last
         if validated:
             self.hooks.call("on_validation_end", self)
+        training.updates.modes.train()
         if is_whole:
             is_stale = bool(training.validation) and self.is_extra_validation
             for update in training.updates.values():
@@ -400,6 +402,7 @@ class Trainer(CallbackView):
             self.metrics.update(means)
             self._record(means)
             self.hooks.call("on_validation_end", self)
+            training.updates.modes.train()
             self._poll(training)
 
     def _measure_validation(self, training: Training, *others: Means) -> dict[str, float]:
@@ -407,6 +410,7 @@ class Trainer(CallbackView):
         all-reduce."""
         if self.progress.validated_step == self.progress.global_step:
             return {}
+        training.updates.modes.eval()
         self.strategy.sync_weights(for_reading=True)
         self.hooks.call("on_validation_start", self)
         self.is_validating = True  # still so in an error of it

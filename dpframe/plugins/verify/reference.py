@@ -34,6 +34,7 @@ from dpframe.task import TaskContext
 from dpframe.trainer.compute import dynamo
 from dpframe.trainer.compute.placement import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
+from dpframe.trainer.optim.modes import Modes
 from dpframe.trainer.optim.optimizers import optimizers_of
 from dpframe.trainer.optim.schedule import StepSchedule
 from dpframe.trainer.optim.step import of_turn
@@ -67,6 +68,7 @@ def train(course: Course, cut: Cut = lambda rows: [rows]) -> Curve:
     forward = with_default_dtype(torch.float64, partial(_step, task))
     dynamo.skip_import()
     optimizer, scheduler, _ = optimizers_of(task)[""]
+    modes = Modes([optimizer])
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
     by_step |= isinstance(scheduler, StepSchedule)
     update = dynamo.step_of(optimizer)
@@ -106,13 +108,16 @@ def train(course: Course, cut: Cut = lambda rows: [rows]) -> Curve:
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
+            modes.eval()
             with restore_modes(task):
                 add("val", _validate(task, data, course.batch_size)[0])
+            modes.train()
         at.epoch += 1
         if is_plateau:
             scheduler.step(log[settings.plateau_monitor][-1][1])
         elif scheduler is not None and not by_step:
             scheduler.step()
+    modes.eval()
     return Curve(log, copy_weights(task.state_dict()), roundings(everything))
 
 

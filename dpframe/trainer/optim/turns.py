@@ -12,6 +12,7 @@ from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.compute import dynamo
 from dpframe.trainer.optim.by_hand import ByHand
+from dpframe.trainer.optim.modes import Modes
 from dpframe.trainer.optim.optimizers import check_signature, optimizers_of
 from dpframe.trainer.optim.rates import ScaledRates
 from dpframe.trainer.optim.step import OptimizerStep
@@ -41,6 +42,7 @@ class Turns(dict[str, OptimizerStep]):
         self._collectives = collectives
         self._compares_turns = collectives.world_size > 1 and task.has_own("turns")
         self.by_hand = by_hand
+        self.modes = Modes(update.optimizer for update in by_name.values())
         self.current = next(iter(by_name.values()))  # the one whose turn it is
         self._single_update: tuple[OptimizerStep, ...] = ()  # empty: several take turns
         if by_hand is not None:

@@ -67,14 +67,18 @@ class Resumable:
             if (place := self.feed.train.place(done)) is not None:
                 own["stream"] = place
         of_ranks = self._gathered(own)
+        with self.updates.modes.training():
+            trained = {
+                **self.updates.modes.both(self.task),
+                **self.updates.state_dict(),
+                "strategy": {
+                    strategy.name: self.updates.each(lambda u: strategy.state_dict(u.optimizer))
+                },
+            }
         return {
             "recipe": self.recipe,
             "fingerprint": json.dumps(self.fingerprint),
-            "task": self.task.state_dict(),
-            **self.updates.state_dict(),
-            "strategy": {
-                strategy.name: self.updates.each(lambda u: strategy.state_dict(u.optimizer))
-            },
+            **trained,
             "progress": {
                 **progress.state_dict(),
                 "means": of_ranks.get("means", []),
