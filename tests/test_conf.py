@@ -43,7 +43,7 @@ def test_every_folder_is_a_group():
     }
 
 
-WITH_RECIPE = {"gpt2_124m"}  # experiments that choose it themselves
+WITH_RECIPE = {"gpt2_124m", "gpt_muon"}  # experiments that choose it themselves
 NEEDED = {  # what an option leaves to its user
     "lightning": ["task.module._target_=lightning.pytorch.demos.boring_classes.BoringModel"]
 }

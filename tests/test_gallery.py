@@ -268,6 +268,16 @@ def test_the_experiment_of_gpt_2_trains_on_the_stories_and_validates():
     assert trainer.metrics["val/loss"] < 5 < math.log(500)
 
 
+def test_the_experiment_with_muon_learns_more_in_as_many_steps_as_adamw():
+    size = "task.layers=2 task.width=48 task.heads=2 data.block=48 data.stories=100"
+    words = f"experiment=gpt_muon {size} data.batch_size=8 trainer.max_steps=40"
+    one = trained("gpt", words)
+    other = trained("gpt", f"{words} task.optimizer.groups.matrices=null")
+    parts = [type(part).__name__ for part in one.update.optimizer.parts]
+    assert parts == ["AdamW", "Muon"]
+    assert one.metrics["val/loss"] < other.metrics["val/loss"] - 0.1
+
+
 def test_gpt_learns_to_write_stories_and_prints_what_it_writes(capsys):
     size = "task.layers=2 task.width=48 task.heads=2 data.block=48 data.stories=400"
     trainer = trained("gpt", f"{size} data.batch_size=8 task.optimizer.lr=0.005")

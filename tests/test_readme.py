@@ -199,7 +199,7 @@ ELSEWHERE = "|".join(
     [
         r"\bddp\b|strategy=(fsdp|ray)|sweep\.jobs|gpus=\[",  # ranks, GPUs
         r"mode=(compare|doctor|export|tune|verify)|hydra/(sweeper|launcher)|hydra\.sweep\.dir",
-        r"trainer\.compile|logical_replicas|recipe=gpt|experiment=gpt2|huggingface|my\.LitModel",
+        r"trainer\.compile|logical_replicas|recipe=gpt|experiment=gpt|huggingface|my\.LitModel",
         r"sweep\.resume|outputs/(gpt|transfer)|data\.folder=trips|boston trainer\.precision=64$",
     ]
 )
