@@ -34,6 +34,10 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_a_group_that_names_an_optimizer_is_checked_in_a_line",
+    "test_without_a_rest_there_is_one_optimizer_alone",
+    "test_a_callback_that_keeps_the_best_weights_keeps_those_that_were_measured",
+    "test_a_second_average_is_refused",
     "test_what_no_key_mends_stays",
     "test_one_replica_has_no_statistics_of_its_own",
     "test_classes_are_torchs_own_again_and_names_stay",

@@ -15,7 +15,7 @@ from typing import Any, get_origin, get_type_hints
 import yaml
 
 from dpframe.config import modes, plugins
-from dpframe.config.arguments import GROUPS, OF_ALL, SPECIAL
+from dpframe.config.arguments import GROUPS, MATCH, OF_ALL, SPECIAL
 from dpframe.config.help import settings_of, top_level
 from dpframe.config.loader import ConfigLoader
 from dpframe.config.schema import RunSettings, groups
@@ -129,6 +129,7 @@ OF_EACH: Schema = {  # the keys of the call itself, and those that dpframe takes
     **{name: _typed(kind) for name, kind in SPECIAL.items()},
     **{name: VALUE for parameters in OF_ALL.values() for name in parameters},
     GROUPS.name: VALUE,
+    MATCH.name: VALUE,
 }
 
 

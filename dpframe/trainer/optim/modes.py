@@ -1,5 +1,7 @@
-"""Optimizers with a `train()` and `eval()` of their own, e.g. schedule-free ones: the weights of
-steps are others than those of evaluations and files."""
+"""Optimizers with a `train()` and `eval()` of their own, whose steps are at other weights.
+
+Schedule-free ones, e.g.: an evaluation, and what a file is used for, is at their average.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
