@@ -18,6 +18,7 @@ if not os.path.exists(os.path.join(_package, "conf")) and os.path.exists(
 
 # Each name is imported when first used: `import dpframe` alone never imports torch.
 _HOME = {
+    "Batches": "dpframe.data.batches",
     "Callback": "dpframe.callbacks",
     "DataModule": "dpframe.data",
     "LRSchedule": "dpframe.schedules",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from dpframe.cli.api import run as run
     from dpframe.config.load import load as load
     from dpframe.data import DataModule as DataModule
+    from dpframe.data.batches import Batches as Batches
     from dpframe.data.stream import ShardedStream as ShardedStream
     from dpframe.errors import UserError as UserError
     from dpframe.layers.dropout import dropout_rows as dropout_rows

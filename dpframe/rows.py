@@ -332,6 +332,6 @@ def _within(task: Any, name: str) -> CurrentShare:
     if not current_share.total or current_share.places is None:
         raise UserError(
             f"{type(task).__name__}.{name} is not known where ranks have rows of their own; "
-            "leave data.divide_streams=false and data.divided=null"
+            "give all rows in each process"
         )
     return current_share

@@ -146,18 +146,18 @@ class FiltersPerWorker(Filters):
 REFUSED = {
     "each row alone": (
         DataLoader(NUMBERS, None),
-        "batch_size=None, so what it gives has no known number of rows; give it the global "
-        "batch_size, and a data set of single rows",
+        "batch_size=None, so what it gives has no known number of rows; return "
+        "dpframe.Batches(loader) if these are ready batches, else give it the global batch_size",
     ),
     "its own state": (
         Stateful(NUMBERS),
-        "a method __iter__ of its own, Stateful's; return a torch.utils.data.DataLoader of its "
-        "data set: a resume goes on within an epoch by itself",
+        "a method __iter__ of its own, Stateful's; return dpframe.Batches(loader), of which each "
+        "rank iterates its own",
     ),
     "its own iterator": (
         Filters(NUMBERS),
         "a method _get_iterator of its own, Filters's; set filter_per_worker=True, which does that "
-        "in its collate_fn",
+        "in its collate_fn, or return dpframe.Batches(loader), of which each rank iterates its own",
     ),
     "its own context": (
         DataLoader(NUMBERS, 2, num_workers=1, multiprocessing_context="fork"),
@@ -165,7 +165,7 @@ REFUSED = {
     ),
     "its own way": (
         Own(NUMBERS),
-        "a method __iter__ of its own, Own's; do what it does in a collate_fn",
+        "a method __iter__ of its own, Own's; return dpframe.Batches(loader), of which each rank",
     ),
     "divided": (
         DataLoader(NUMBERS, 2, sampler=DistributedSampler(NUMBERS, 2, 0)),
@@ -207,14 +207,14 @@ class WebLoader(Stream):
 READY = {
     "an iterator": (
         Nodes(),
-        "a Nodes, which can only be iterated over, as a loader of ready batches; return the data "
-        "set that it reads: rows by __getitem__ and __len__, or an IterableDataset of single rows",
+        "a Nodes, which can only be iterated over; return dpframe.Batches(loader) if it gives "
+        "ready batches, else make it an IterableDataset of single rows",
     ),
-    "one with a length": (Counted(), "a Counted, which can only be iterated over, as a loader of "),
+    "one with a length": (Counted(), "a Counted, which can only be iterated over; return dpframe"),
     "webdataset's": (
         WebLoader([torch.zeros(4, 3)]),
-        "a WebLoader, whose batches are ready; return the WebDataset that it reads, without "
-        "batched(): dpframe makes the batches, and data.workers read them",
+        "a WebLoader, whose batches are ready; return dpframe.Batches(loader), or the WebDataset "
+        "that it reads, without batched()",
     ),
     "no length": (
         Bare(),

@@ -62,7 +62,8 @@ def table(metrics: dict[str, float]) -> str:
 
 def _step(trainer: "Trainer") -> str:
     batches = trainer.settings.accumulate
-    text = batch(trainer.feed.source.batch_size, trainer.strategy.replicas)
+    size = trainer.feed.source.batch_size
+    text = batch(size, trainer.strategy.replicas) if size else "a ready batch of each rank"
     return text + (f", {batches} batches a step" if batches > 1 else "")
 
 

@@ -74,6 +74,13 @@ def _told(leaf: Any) -> Any:
     return type(leaf).__name__
 
 
+def are_alike(batch: Any, gather: Callable[[Any], list[Any]]) -> bool:
+    """In the main process, whether all have this batch, as far as its tensors tell."""
+    told = list(map(_told, leaves(batch)))
+    looks = gather(told if any(hasattr(leaf, "dtype") for leaf in leaves(batch)) else None)
+    return bool(looks) and None not in looks and all(is_alike(each, looks[0]) for each in looks)
+
+
 def is_alike(one: Any, other: Any) -> bool:
     if isinstance(one, Floats) and isinstance(other, Floats):
         close = CLOSE * max(one.size, other.size)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from dpframe import seeding
+from dpframe.data.batches import Batches, BatchReader
 from dpframe.data.divided import ByRank
 from dpframe.data.generators import Draws
 from dpframe.data.module import Batch, Rows, Share, Shares, mapped, tensors_of
@@ -54,6 +55,7 @@ class Loader:
         place: Keep = lambda tensors: tensors,
         division: Division | ByRank | None = None,
         tally: Tally | None = None,
+        look: Callable[[Any], None] | None = None,
         drop_last: bool = False,
         label: str = "train_sampler returned",
         options: Mapping[str, Any] | None = None,
@@ -63,7 +65,8 @@ class Loader:
         read. A collate gets `piece` rows at most. `timeout_seconds` is how long to wait for a
         worker, 0: without end. `options` are those of a DataLoader. With a `tally` the processes
         count the rows of each of a stream's batches: together, those of a division; else each has
-        to have as many."""
+        to have as many. `look` is called with the first batch of ready ones, or None, in all
+        processes."""
         self.rows = rows = Rows(dataset, collate, piece)
         self.order = order_of(
             dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, label=label
@@ -99,8 +102,15 @@ class Loader:
         self._tally = tally
         self._drop_last = drop_last
         self._reader: Reader | None = None
-        if rows.is_stream:
-            divided = division is not None
+        divided = division is not None
+        self._is_apart = divided or isinstance(dataset, Batches)  # each process has its own place
+        self._look = look
+        if isinstance(dataset, Batches):
+            self.how = dataset.described() + (
+                f", by each of {division.ranks} ranks its own" if division else ""
+            )
+            self._reader = BatchReader(rows, shares, is_divided=divided, rank=rank)
+        elif rows.is_stream:
             self._reader = Reader(
                 rows, batch_size, shares, is_divided=divided, rank=rank, first_share=first_share
             )
@@ -210,6 +220,8 @@ class Loader:
         reader = self._reader
         if reader is None or not (reader.has_state or self.division):
             return None
+        if not (batches or reader.spans_epochs or self._sought):
+            return None
         if self._processes is not None or self._sought is not None:
             return self._sought or self._places.get(batches)
         return {"turn": 0, "workers": [reader.position()]}
@@ -224,7 +236,7 @@ class Loader:
         for position in place["workers"]:
             check(position)
         is_same &= 0 <= place["turn"] < len(place["workers"]) == max(1, self.workers.processes)
-        if self._reader is not None and (is_same or self.division is None):
+        if self._reader is not None and (is_same or not self._is_apart):
             self._sought = {"turn": 0, **place} if is_same else {**place, "turn": 0}
 
     def _streamed(
@@ -233,7 +245,7 @@ class Loader:
         place = self._sought or reader.place(skip, max(1, self.workers.processes))
         self._sought = None
         self._places.clear()
-        reader.begin(self.seed, epoch, place["workers"])
+        reader.begin(self.seed, epoch, place["workers"], is_within=skip > 0)
         if self._processes is None:  # a DataLoader would add nothing but time
             answers = reader.batches()
             if self._pins:
@@ -244,6 +256,9 @@ class Loader:
             if limit is not None and batches > limit:
                 return
             shares, rows = next(answers, reader.nothing)
+            if self._look is not None:
+                look, self._look = self._look, None
+                look(shares[0][0])
             total = rows if self._tally is None else self._counted(rows, self._tally)
             if not total or (self._drop_last and total < self.batch_size):
                 return

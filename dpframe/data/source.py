@@ -13,6 +13,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpframe.data.batches import Batches
 from dpframe.data.module import DataModule
 from dpframe.data.settings import BY_RANK, DataSettings
 from dpframe.errors import UserError
@@ -26,7 +27,7 @@ class Source:
     """A data set, and how it is read and divided."""
 
     dataset: Any
-    batch_size: int  # global: rows over all replicas
+    batch_size: int  # global: rows over all replicas; 0: unknown, of ready batches
     shuffle: bool
     sampler: Iterable | None
     workers: int | str
@@ -50,6 +51,8 @@ class Source:
         if isinstance(given, DataLoader):
             DataSettings.of(data, "divided", "divide_streams", "drop_last")
             return _of_loader(given, data, method, kind=kind)
+        if isinstance(given, Batches):
+            return _of_batches(given, data, method, kind=kind)
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
             names = ", ".join(map(str, given))
             raise UserError(f"{method} returned a {type(given).__name__} of {names}; return one")
@@ -78,6 +81,23 @@ class Source:
             pin_memory=data.pin_memory,
             method=method,
         )
+
+
+def _of_batches(given: Batches, data: DataModule, method: str, *, kind: str) -> Source:
+    DataSettings.of(data, "pin_memory")
+    if kind == "train" and data.train_sampler(given) is not None:
+        raise UserError(f"{method} returned Batches, and train_sampler an order; leave it out")
+    return Source(
+        given,
+        batch_size=0,
+        shuffle=False,
+        sampler=None,
+        workers=0,
+        collate=data.collate,
+        is_by_rank=True,
+        pin_memory=data.pin_memory,
+        method=method,
+    )
 
 
 def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -> Source:
@@ -127,22 +147,16 @@ def _check(given: DataLoader, label: str) -> None:
     kind = type(given)
     if given.batch_sampler is None and given.batch_size is None:
         what = (
-            "batch_size=None, so what it gives has no known number of rows; give it the global "
-            "batch_size, and a data set of single rows"
+            "batch_size=None, so what it gives has no known number of rows; return "
+            "dpframe.Batches(loader) if these are ready batches, else give it the global batch_size"
         )
     elif given.multiprocessing_context is not None:
         what = "a multiprocessing_context, which dpframe chooses itself; leave it out"
     elif (name := _own_way(kind)) and not getattr(given, "filter_per_worker", False):
         what = f"a method {name} of its own, {kind.__name__}'s; "
-        if hasattr(kind, "state_dict"):
-            what += (
-                "return a torch.utils.data.DataLoader of its data set: a resume goes on within an "
-                "epoch by itself"
-            )
-        elif hasattr(given, "filter_per_worker"):  # of PyG
-            what += "set filter_per_worker=True, which does that in its collate_fn"
-        else:
-            what += "do what it does in a collate_fn, or return a torch.utils.data.DataLoader"
+        if hasattr(given, "filter_per_worker"):  # of PyG
+            what += "set filter_per_worker=True, which does that in its collate_fn, or "
+        what += "return dpframe.Batches(loader), of which each rank iterates its own"
     else:
         return
     raise UserError(f"{label} {what}")
@@ -161,8 +175,8 @@ def _refuse_batches(given: Any, method: str) -> None:
     can_be_read = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     if any(each.__name__ == "WebLoader" for each in kind.__mro__):
         what = (
-            "whose batches are ready; return the WebDataset that it reads, without batched(): "
-            "dpframe makes the batches, and data.workers read them"
+            "whose batches are ready; return dpframe.Batches(loader), or the WebDataset that it "
+            "reads, without batched()"
         )
     elif given is None or can_be_read or isinstance(given, IterableDataset):
         return
@@ -173,8 +187,8 @@ def _refuse_batches(given: Any, method: str) -> None:
         )
     else:
         what = (
-            "which can only be iterated over, as a loader of ready batches; return the data set "
-            "that it reads: rows by __getitem__ and __len__, or an IterableDataset of single rows"
+            "which can only be iterated over; return dpframe.Batches(loader) if it gives ready "
+            "batches, else make it an IterableDataset of single rows"
         )
     raise UserError(f"{method} returned a {kind.__name__}, {what}")
 

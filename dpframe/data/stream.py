@@ -177,14 +177,21 @@ class Reader:
         shares = [self._shares(range(rows)) for rows in range(self.batch_size + 1)]
         return vars(self) | {"_shares": partial(_shares_of, shares)}
 
+    @property
+    def spans_epochs(self) -> bool:
+        """Whether a position between two epochs says more than their number."""
+        return False
+
     def place(self, batches: int, workers: int) -> Place:
         """After so many batches, as far as their number tells."""
         rows = [self.batch_size * len(range(worker, batches, workers)) for worker in range(workers)]
         starts = [{"rows": each, "is_over": False, "stream": None} for each in rows]
         return {"turn": batches % workers, "workers": starts}
 
-    def begin(self, seed: int, epoch: int, starts: list[Position]) -> None:
-        """Before an epoch; `starts` has a position for each worker."""
+    def begin(
+        self, seed: int, epoch: int, starts: list[Position], *, is_within: bool = False
+    ) -> None:
+        """Before an epoch, or within it; `starts` has a position for each worker."""
         self._seed = seed, epoch
         self._starts = starts
         set_epoch(self._rows.dataset, epoch)

@@ -100,7 +100,7 @@ def begin(share: CurrentShare, device: torch.device) -> None:
     if not share.total or share.places is None:
         raise UserError(
             "dropout by row is not known where ranks have rows of their own; use "
-            "trainer.dropout=replica, or data.divide_streams=false and data.divided=null"
+            "trainer.dropout=replica, or give all rows in each process"
         )
     context = share.context
     by = () if share.turn is None else (context.epoch, crc32(share.turn.encode()))

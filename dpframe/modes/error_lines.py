@@ -74,6 +74,8 @@ def _about_batch(trainer: Trainer, doing: str) -> str:
     is_trained = doing == "training"
     evaluated = data.eval_batch_size or data.batch_size
     rows = trainer.feed.source.batch_size if is_trained else evaluated
+    if not rows:
+        return "make the batches of its loader smaller"
     share = -(-rows // replicas)
     piece = min(settings.micro_batch or share, share)
     half = f"data.eval_batch_size={rows // 2}"

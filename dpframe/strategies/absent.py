@@ -1,4 +1,4 @@
-"""Ranks without a row of a batch call the blocks that the main rank calls, and add nothing."""
+"""Ranks without a row of a batch call the blocks that one with rows calls, and add nothing."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpframe.data.module import leaves
 
-END = "."  # of what the main rank tells of a pass; the weights that its loss leaves out follow
+END = "."  # of what that rank tells of a pass; the weights that its loss leaves out follow
 Named = tuple[int, str]
 """A weight: the number of its block, or ROOT, and its name there."""
 ROOT = -1
@@ -19,7 +19,7 @@ ROOT = -1
 
 @dataclass
 class Calls:
-    """The main rank's side: each call of a block, when it comes."""
+    """The side of the rank that tells: each call of a block, when it comes."""
 
     store: dist.Store
     name: str

@@ -177,18 +177,19 @@ class FSDP(Processes):
 
     # ---- batches with fewer rows than ranks
 
-    def have_all_rows(self, total: int) -> bool:
-        if not total:
-            raise UserError(
-                "strategy=fsdp can't train on a stream that ranks divide: at its end some have no "
-                "rows, and can't tell what the others gather; use data.divide_streams=false"
-            )
-        return len(split(range(total), self.world_size)[-1]) > 0
+    def ranks_with_rows(self, share: Share) -> list[int]:
+        """Of the batch; where ranks have rows of their own, they tell each other."""
+        if share.total:
+            rows = [float(len(part)) for part in split(range(share.total), self.world_size)]
+        else:
+            own = [float(share.rows * (rank == self.rank)) for rank in range(self.world_size)]
+            rows = self.collectives.sum_numbers(own)
+        return [rank for rank, count in enumerate(rows) if count]
 
-    def tell_calls(self, step: Callable[..., Any], task: Any, *args: Any) -> Any:
-        """The main rank tells those without a row which blocks it calls in this pass."""
+    def tell_calls(self, teller: int, step: Callable[..., Any], task: Any, *args: Any) -> Any:
+        """One rank tells those without a row which blocks it calls in this pass."""
         self._passes += 1
-        if not self.is_main:
+        if self.rank != teller:
             return task.gathered(step, *args)
         calls = absent.Calls(self._shared_store(), f"calls/{self._passes}", self._keys)
         handles = []
@@ -271,10 +272,11 @@ class Gathering(nn.Module):
         strategy.is_absent = not share.rows
         if self.syncs_buffers:
             strategy.sync_buffers()
-        if strategy.world_size == 1 or strategy.have_all_rows(share.total):
+        ranks = strategy.ranks_with_rows(share) if strategy.world_size > 1 else [0]
+        if len(ranks) == strategy.world_size:
             result = task.gathered(self._step, share, *of)
         elif share.rows:
-            result = strategy.tell_calls(self._step, task, share, *of)
+            result = strategy.tell_calls(ranks[0], self._step, task, share, *of)
         else:
             zero = task.gathered(strategy.follow_calls, task)
             result = (zero, []) if self.is_training else []

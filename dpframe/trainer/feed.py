@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
-from dpframe.data.divided import ByRank, OwnRows, unlike
+from dpframe.data.batches import Batches
+from dpframe.data.divided import ByRank, OwnRows, are_alike, unlike
 from dpframe.data.input import dataset_of
 from dpframe.data.order import Order, SamplerOrder
 from dpframe.data.pieces import Cut
@@ -159,7 +160,13 @@ def evaluated(
 ) -> dict[str, Loader]:
     """The loader of each `val`, `test` or `predict` data set by its name."""
     return {
-        name: _loader(_by_rank(source, strategy, settings, seed), strategy, settings, seed=seed)
+        name: _loader(
+            _by_rank(source, strategy, settings, seed),
+            strategy,
+            settings,
+            seed=seed,
+            refuses_copies=kind == "predict",
+        )
         for name, source in _sources(kind, data).items()
     }
 
@@ -177,7 +184,8 @@ def _by_rank(
     if strategy.world_size == 1:
         return replace(source, is_by_rank=False)
     collectives, is_said = strategy.collectives, source.is_by_rank
-    is_compared = settings.share_check != "off"
+    is_ready = isinstance(source.dataset, Batches)
+    is_compared = settings.share_check != "off" and not is_ready
     how = ""
     if is_compared:
         how = unlike(source.dataset, collectives.gather, collectives.broadcast, is_said=is_said)
@@ -200,8 +208,9 @@ def _by_rank(
         )
     if strategy.logical_shares:
         raise UserError(
-            "data.divided=by_rank with trainer.logical_replicas: which rows meet in a batch would "
-            "depend on the number of ranks; give all rows in each process"
+            f"{'dpframe.Batches' if is_ready else 'data.divided=by_rank'} with "
+            "trainer.logical_replicas: which rows meet in a batch would depend on the number of "
+            "ranks; give all rows in each process"
         )
     if isinstance(source.dataset, IterableDataset):
         return source
@@ -269,6 +278,7 @@ def _loader(
     *,
     seed: int,
     piece: int | None = None,
+    refuses_copies: bool = False,
 ) -> Loader:
     workers: Any = source.workers
     if isinstance(workers, str):
@@ -288,7 +298,8 @@ def _loader(
                 "batch would depend on the number of ranks; use data.divide_streams=false"
             )
         division = Division(source.dataset, strategy.world_size, workers.processes)
-    if division is not None:
+    is_ready = isinstance(source.dataset, Batches)
+    if division is not None and not is_ready:
         _refuse_idle_ranks(source.batch_size, strategy)
     loader = Loader(
         division.part(source.dataset, strategy.rank) if division else source.dataset,
@@ -315,6 +326,9 @@ def _loader(
         ),
         division=division,
         tally=strategy.collectives.sum_numbers if division or source.may_differ else None,
+        look=partial(_look_at_first, source, strategy, refuses_copies)
+        if division is not None and is_ready
+        else None,
         drop_last=source.drop_last,
         label=source.label,
         options=source.options,
@@ -334,9 +348,31 @@ def _loader(
 def _cut(source: Source, strategy: Strategy, settings: TrainerSettings) -> Cut | None:
     if settings.micro_batch is None:
         return None
+    if isinstance(source.dataset, Batches):
+        raise UserError(
+            f"trainer.micro_batch={settings.micro_batch} cuts a batch before it is made, and "
+            f"{source.method} gives ready ones; make the batches of its loader smaller, and use "
+            "trainer.accumulate"
+        )
     has_own_rows = source.is_by_rank or source.is_divided
     share = -(-source.batch_size // strategy.replicas) if has_own_rows else 0
     return Cut(settings.micro_batch, strategy.replicas, share)
+
+
+def _look_at_first(source: Source, strategy: Strategy, refuses_copies: bool, batch: Any) -> None:
+    """Whether all ranks have the same first batch: all of them then read all that there is."""
+    collectives = strategy.collectives
+    if not collectives.broadcast(are_alike(batch, collectives.gather)):
+        return
+    line = (
+        f"the first batch of {source.method} is the same on all {strategy.world_size} ranks, so "
+        "that each row is probably read once for each of them: divide the data where the loader "
+        "is made, e.g. by nodesplitter=webdataset.split_by_node"
+    )
+    if refuses_copies:
+        raise UserError(line)
+    if strategy.is_main:
+        log.warning("%s", line)
 
 
 def _refuse_idle_ranks(batch_size: int, strategy: Strategy) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from dpframe import DataModule, Task, TrainerSettings
+from dpframe import Batches, DataModule, Task, TrainerSettings, UserError
 from dpframe.data import sets_of
 from dpframe.layers.exact import DROPOUTS, convert, is_torchs
 from dpframe.plugin import Source, seeding
@@ -318,6 +318,8 @@ class FirstRows(DataModule):
         if isinstance(dataset, DataLoader):
             source = Source.of(dataset, self.data, "the DataModule", kind="val")
             dataset, self.collate = source.dataset, source.collate  # type: ignore[method-assign,assignment]
+        if isinstance(dataset, Batches):
+            raise UserError("mode=verify makes batches of its own, and dpframe.Batches are ready")
         if isinstance(dataset, IterableDataset):
             first = list(islice(dataset, rows))
         else:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from dpframe.data.batches import Batches
 from dpframe.data.copies import Copies
 from dpframe.data.divided import first_of
 from dpframe.errors import first_line
@@ -20,6 +21,8 @@ def picked(
 ) -> Iterator[list[Any]]:
     """The first rows of a data set, and as many from all over it, if not these alone; the first
     ones of a stream."""
+    if isinstance(dataset, Batches):
+        raise NotCompared("ready batches are read in training alone")
     if isinstance(dataset, IterableDataset):
         rows = _first(dataset, 2 * count)
         yield from (rows[at : at + count] for at in range(0, len(rows) - count + 1, count))

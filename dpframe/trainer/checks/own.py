@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from dpframe import seeding
 from dpframe.data import split
+from dpframe.data.batches import Batches
 from dpframe.errors import UserError, listed
 from dpframe.layers.exact import (
     BATCH_NORMS,
@@ -185,6 +186,8 @@ def _refuse_divided(
     else:
         return
     how = "data.divide_streams=true" if is_divided else "data.divided=by_rank"
+    if isinstance(source.dataset, Batches):
+        how = "dpframe.Batches"
     raise UserError(
         f"{KEYS[kind]} with {how}: which rows make a batch depends on the number of ranks, so that "
         f"no {kind} is the same on any; use {KEYS[kind].partition('=')[0]}=replica, or give all "

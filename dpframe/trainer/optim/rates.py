@@ -28,6 +28,11 @@ class ScaledRates:
                 f"task.scale_lr={task.scale_lr}: {kind} steps its optimizers itself; scale the "
                 "rates in it, and leave task.scale_lr out"
             )
+        if not batch_size:
+            raise UserError(
+                f"task.scale_lr={task.scale_lr}: how many rows dpframe.Batches give is not known "
+                "before they are read; set the rates for them, and leave task.scale_lr out"
+            )
         job = task.run_context.progress
         assert job is not None
         return ScaledRates(task.scale_lr, rows=batch_size * settings.accumulate, job=job)

@@ -70,7 +70,9 @@ def fingerprint(
     if settings.logical_replicas is not None:
         facts["trainer.logical_replicas"] = settings.logical_replicas
         facts["trainer.threads"] = settings.threads or 1
-    facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
+    # Of ready batches the module may have made the loader by its own.
+    batch_size = source.batch_size or data.batch_size
+    facts |= {"seed": seed, "data.batch_size": batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
         facts |= update.kinds()
         make = task.make_schedulers.get(update.name, task.make_scheduler)

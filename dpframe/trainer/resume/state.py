@@ -64,8 +64,8 @@ class Resumable:
                 "means": self.means.state_dict(),
                 "task_metrics": self.task_metrics.state_dict(),
             }
-            if (place := self.feed.train.place(done)) is not None:
-                own["stream"] = place
+        if (place := self.feed.train.place(done)) is not None:
+            own["stream"] = place
         of_ranks = self._gathered(own)
         with self.updates.modes.training():
             trained = {
@@ -160,7 +160,8 @@ class Resumable:
             )
         self.feed.train.seek(state.get("stream", []), strategy.world_size)
         # As many rows of the epoch are skipped as were read, or a part of a batch less.
-        progress.batches_done = progress.batches_done * batch_size // self.feed.source.batch_size
+        if now := self.feed.source.batch_size:
+            progress.batches_done = progress.batches_done * batch_size // now
         return changes
 
 
