@@ -1,5 +1,6 @@
 """Ready batches: each rank iterates its own, every row counts once, a run goes on to the bit."""
 
+import json
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
@@ -12,7 +13,7 @@ from forked import in_turn, on
 from recorded import once, weights, weights_apart
 from small import SGD, Hooks, Small, trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from dpframe import Batches, DataModule, Strategy, UserError
 from dpframe.strategies.data_parallel import DataParallel
@@ -94,7 +95,7 @@ class Data(DataModule):
         return Batches(self.make())
 
     def val_dataset(self) -> Any:
-        return Batches(Loader(*self.make.args))
+        return Batches(Loader(*self.make.args[-2:]))
 
     test_dataset = val_dataset
 
@@ -398,3 +399,150 @@ def test_ranks_that_all_read_the_same_batches_are_told_so():
     )
     assert warned == [f"the first batch of Given.train_dataset() {line}"]
     assert refusal == f"the first batch of Given.predict_dataset() {line}"
+
+
+# ---- of other packages
+
+
+class Numbered(Dataset):
+    """Rows of one batch after another, with noise of this process's generator."""
+
+    def __init__(self, numbers: Any, noise: float) -> None:
+        x = [batch_of(number)[0] for number in numbers] or [torch.ones(0, 3)]
+        self.x, self.noise = torch.cat(x), noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.x[row] + self.noise * torch.rand(1), self.x[row].sum()
+
+
+def stateful(workers: int, numbers: Any, noise: float) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rows = Numbered(numbers, 0.0 if workers else noise)
+    return StatefulDataLoader(rows, 9, sampler=RandomSampler(rows), num_workers=workers)
+
+
+class Shifted:
+    """A sampler of another order in each epoch."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(order(range(self.rows), self.epoch))
+
+
+def nodes(numbers: Any, noise: float) -> Any:
+    from torchdata import nodes as tn
+
+    rows = Numbered(numbers, 0.0)  # it reads a batch as soon as it has loaded a state
+    batches = tn.Batcher(tn.SamplerWrapper(Shifted(len(rows))), 9, drop_last=False)
+
+    def read(places: list[int]) -> list[Tensor]:
+        return list(map(torch.stack, zip(*map(rows.__getitem__, places), strict=True)))
+
+    return tn.Loader(tn.Mapper(batches, read))
+
+
+@pytest.mark.parametrize("where, workers", [("cpu", (0, 2)), ("ddp-2", (0,))])
+def test_loaders_of_torchdata_go_on_to_the_bit(where, workers):
+    """Where workers of theirs read, there is no noise: its numbers are in no state."""
+    pytest.importorskip("torchdata")
+    makes = [*(partial(stateful, count) for count in workers), nodes]
+    cases = [(WHERE[where][0], all_resumed, make, limit) for make in makes for limit in (None, 2)]
+    run: Any = in_turn if "ddp" in where else (lambda cases: [on(*case) for case in cases])
+    assert run(cases) == [[]] * len(cases)
+
+
+class Shards(DataModule):
+    """As docs/data.md has it."""
+
+    def __init__(self, folder: str, workers: int) -> None:
+        super().__init__()
+        self.folder, self.workers = folder, workers
+
+    def train_dataset(self) -> Any:
+        import webdataset
+
+        shuffle = webdataset.detshuffle(1000, seed=0)
+
+        class Loader(webdataset.WebLoader):
+            def set_epoch(self, epoch: int) -> None:
+                shuffle.epoch = epoch - 1
+
+        rows = webdataset.DataPipeline(
+            webdataset.SimpleShardList(self.folder + "/{0..5}.tar"),
+            shuffle,
+            webdataset.split_by_node,
+            webdataset.split_by_worker,
+            webdataset.tarfile_to_samples(),
+            webdataset.decode(),
+            webdataset.to_tuple("x.json", "y.json"),
+            webdataset.batched(4, collation_fn=tensors),
+        )
+        return Batches(Loader(rows, batch_size=None, num_workers=self.workers))
+
+
+def tensors(rows: list[Any]) -> list[Tensor]:
+    return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+
+def from_shards(strategy: Strategy, folder: str, workers: int) -> list[Any]:
+    seen: list[list[float]] = []
+    states: list[Any] = []
+    keep = Hooks(
+        on_step_end=lambda t: states.append(deepcopy(t.state_dict())),
+    )
+    keep.on_batch_end = lambda t, batch, outputs: seen.append(  # type: ignore[attr-defined]
+        [share.batch[1].tolist() for share in batch.shares]
+    )
+    whole = made(strategy, Shards(folder, workers), [keep])
+    whole.fit()
+    again = made(strategy, Shards(folder, workers))
+    again.fit(strategy.collectives.broadcast(states[-2]))
+    return [whole.progress.rows_seen, seen, weights_apart(weights(whole.task), weights(again.task))]
+
+
+@pytest.mark.parametrize("where, workers", [("cpu", 0), ("cpu", 2), ("ddp-3", 2)])
+def test_each_row_of_shards_of_webdataset_counts_once_in_an_order_of_each_epoch(
+    where, workers, tmp_path
+):
+    webdataset = pytest.importorskip("webdataset")
+    for shard in range(6):
+        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as tar:
+            for row in range(5 + shard):
+                number = 100.0 * shard + row
+                x = json.dumps([number / 500, 1.0, 0.0]).encode()
+                tar.write({"__key__": f"{row}", "x.json": x, "y.json": str(number).encode()})
+    rows, seen, apart = on(WHERE[where][0], from_shards, str(tmp_path), workers)
+    assert rows == EPOCHS * sum(range(5, 11)) and apart == 0
+    assert seen[: len(seen) // 2] != seen[len(seen) // 2 :]
+
+
+def test_graphs_of_pyg_are_counted_by_rows_and_read_through_its_own_loaders():
+    data = pytest.importorskip("torch_geometric.data")
+    loader = pytest.importorskip("torch_geometric.loader")
+    graphs = [
+        data.Data(x=torch.full((1 + n % 3, 3), n / 7), y=torch.tensor([n / 2])) for n in range(7)
+    ]
+
+    class Graphs(Small):
+        def training_step(self, batch: Any) -> dict[str, Any]:
+            sums = torch.zeros(batch.num_graphs, 1, dtype=batch.x.dtype)
+            out = sums.index_add(0, batch.batch, self.net(batch.x))[:, 0]
+            return {"loss": (out - batch.y).square().mean()}
+
+    own = loader.PrefetchLoader(loader.DataLoader(graphs, batch_size=3), device=torch.device("cpu"))
+    run = trainer(Graphs(), Given(Batches(own, rows=lambda batch: batch.num_graphs)))
+    run.fit()
+    assert run.progress.rows_seen == 14
+    with pytest.raises(
+        UserError, match="^dpframe.Batches can't tell how many rows a DataBatch has"
+    ):
+        trainer(Graphs(), Given(Batches(own))).fit()

@@ -136,6 +136,10 @@ SHOWN = {
     ),
     "--config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
     "--config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
+    "--config-dir mine recipe=own_batches strategy=ddp trainer.gpus=2": (
+        "trainer.accelerator=cpu",
+        r"^step +a ready batch of each of 2 ranks$",
+    ),
     "--config-dir mine recipe=shards strategy=ddp trainer.gpus=2": (
         "trainer.accelerator=cpu",
         r"^data +a stream of 8 shards, divided over 2 ranks x 2 workers: which rows meet",

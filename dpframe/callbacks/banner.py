@@ -62,8 +62,12 @@ def table(metrics: dict[str, float]) -> str:
 
 def _step(trainer: "Trainer") -> str:
     batches = trainer.settings.accumulate
-    size = trainer.feed.source.batch_size
-    text = batch(size, trainer.strategy.replicas) if size else "a ready batch of each rank"
+    size, strategy = trainer.feed.source.batch_size, trainer.strategy
+    text = batch(size, strategy.replicas) if size else "a ready batch"
+    if not size and strategy.world_size > 1:
+        text += f" of each of {strategy.world_size} ranks"
+    elif not size and strategy.replicas > 1:
+        text += f", cut for {strategy.replicas} replicas"
     return text + (f", {batches} batches a step" if batches > 1 else "")
 
 

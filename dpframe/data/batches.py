@@ -95,14 +95,15 @@ class BatchReader(Reader):
         self._data: Batches = rows.dataset
         self._loader: Any = self._data.loader
         self.has_state = all(hasattr(self._loader, n) for n in ("state_dict", "load_state_dict"))
-        self._batches: Iterator[Any] | None = None
+        self._has_begun = False
+        self._batches: Iterator[Any] | None = None  # until the first one is read
         self._ahead: tuple[Any, int] | None = None
         self._kept: Position | None = None  # until the next batch
 
     @property
     def spans_epochs(self) -> bool:
         """A state may count epochs, too."""
-        return self.has_state and self._batches is not None
+        return self.has_state and self._has_begun
 
     def position(self) -> Position:
         """With the state between two batches. Loaded after the last one it may begin another epoch,
@@ -120,18 +121,26 @@ class BatchReader(Reader):
     ) -> None:
         super().begin(seed, epoch, starts)
         [start] = starts
-        self._seen, self._is_over, self._ahead, self._kept = 0, False, None, None
-        self._skipped = start["rows"]
-        if (state := start["stream"]) is not None:
+        self._has_begun, self._seen, self._is_over, self._skipped = True, 0, False, start["rows"]
+        self._batches = self._ahead = self._kept = None
+        if start["stream"] is not None:
             self._skipped = 0
-            self._loader.load_state_dict(state)
-            if is_within:
-                self._seen, self._is_over = start["rows"], start["is_over"]
-            elif not start["is_over"]:  # a limit has ended the epoch of the state
-                with seeding.kept():
-                    iter(self._loader)  # has the rest of it
-        with seeding.seeded(*self._seed, self._rank):
-            self._batches = iter(() if self._is_over else self._loader)
+            self._load(start, is_within=is_within)
+
+    def _load(self, start: Position, *, is_within: bool) -> None:
+        self._loader.load_state_dict(start["stream"])
+        if is_within and not start["is_over"]:
+            self._seen = start["rows"]
+            with seeding.seeded(*self._seed, 0, self._rank):  # an order is drawn as it was
+                self._batches = iter(self._loader)
+            return
+        with seeding.kept():  # what has ended is opened: it draws nothing of the next epoch's
+            if start["is_over"]:
+                self._loader.state_dict()
+            else:  # a limit has ended it
+                next(iter(self._loader), None)
+        if is_within:
+            self._seen, self._is_over, self._kept = start["rows"], True, start
 
     def batches(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         if self._skipped and not self._rank:
@@ -140,22 +149,23 @@ class BatchReader(Reader):
             )
             log.info("%s, which are skipped", again)
         try:
-            while (read := self._ahead or self._next()) is not None:
+            while not self._is_over and (read := self._ahead or self._next()) is not None:
                 self._ahead = self._kept = None
                 self._seen += 1
                 if self._seen > self._skipped:
                     yield self._shared(*read), read[1]
         finally:
-            if not self.has_state:  # nobody asks for a position: its workers may end
+            if not self.has_state:  # whose position is asked for; else its workers may end
                 self._batches = None
 
     def _next(self) -> tuple[Any, int] | None:
         """The next batch that has rows, and their number."""
-        assert self._batches is not None
         with (
             seeding.seeded(*self._seed, self._seen, self._rank),
             noted(lambda: f"while reading batch {self._seen} of {type(self._loader).__name__}"),
         ):
+            if self._batches is None:
+                self._batches = iter(self._loader)
             for batch in self._batches:
                 if rows := self._data.rows(batch):
                     return batch, rows
