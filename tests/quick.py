@@ -202,7 +202,7 @@ TESTS = {
     "test_text_beside_numbers_is_a_table",
     "test_text_in_quotes_is_read_back_letter_by_letter",
     "test_the_banner_counts_the_parameters_by_layer",
-    "test_the_choice_is_a_fact_of_time_cores_and_draws",
+    "test_the_choice_is_a_fact_of_time_and_cores",
     "test_the_parts_are_all_there_is",
     "test_the_seed_decides_all_three_generators_whatever_was_drawn_before",
     "test_what_is_no_number_with_a_name_is_not_logged",

@@ -1,6 +1,7 @@
-"""Generators that a data set keeps for itself draw by the row: alike in any process that reads."""
+"""Rows draw random numbers by their places: alike in any process that reads."""
 
 import random
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,13 @@ DRAWS = {
         lambda draw: torch.rand((), generator=draw),
     ),
 }
+GLOBAL = {
+    "numpy's global one": (int, lambda _: numpy.random.standard_normal()),
+    "python's global one": (int, lambda _: random.random()),
+    "torch's global one": (int, lambda _: torch.rand(())),
+}
+DRAWS |= GLOBAL
+KINDS = ["numpy", *GLOBAL]
 
 
 class Noisy(Dataset):
@@ -71,13 +79,66 @@ def test_any_number_of_workers_draws_alike_and_no_number_comes_twice(kind, is_of
     assert len(whole[:, 1:].unique()) == 2 * ROWS
 
 
-def test_draws_are_those_of_the_epoch_wherever_it_is_begun():
-    dataset = Noisy()
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_are_those_of_the_epoch_wherever_it_is_begun(kind):
+    dataset = Noisy(kind)
     whole = read(dataset, 0, epoch=1)
     assert not torch.equal(read(dataset, 0, epoch=0), whole)
     assert torch.equal(read(dataset, 0, epoch=1), whole)
     for workers in (0, 2):
-        assert torch.equal(read(Noisy(), workers, epoch=1, skip=1), whole[8:])
+        assert torch.equal(read(Noisy(kind), workers, epoch=1, skip=1), whole[8:])
+
+
+class Now(Noisy):
+    """Only the last rows draw; how often they were read is counted."""
+
+    def __init__(self) -> None:
+        super().__init__("torch's global one")
+        self.reads = 0
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        return super().__getitem__(row) if row >= 18 else (torch.zeros(3), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_notice_any_row_that_draws(workers):
+    whole = torch.cat([torch.zeros(18, 3), read(Noisy("torch's global one"), 0)[18:]])
+    assert torch.equal(read(Now(), workers), whole)
+
+
+def test_rows_that_draw_later_are_noticed_at_the_fourth_batch_and_are_then_no_process_s():
+    dataset = Now()
+    loader = loader_of(dataset, 5, seed=3)
+    before = torch.get_rng_state()
+    batches = [batch.shares[0].batch[0] for batch in loader.epoch(0)]
+    assert torch.equal(torch.get_rng_state(), before)
+    by_worker = loader_of(Now(), 5, seed=3, workers=1).epoch(0)
+    assert is_same(batches, [batch.shares[0].batch[0] for batch in by_worker])
+    assert dataset.reads == ROWS + 5  # those of one batch twice
+
+
+class Together(Noisy):
+    """Draws for all rows that it is asked for."""
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        draws = torch.rand(len(rows), 3)
+        return [(draw, torch.tensor(1.0)) for draw in draws]
+
+
+def test_rows_that_are_read_together_draw_one_by_one():
+    parts = [
+        read(Together(), workers, shares=lambda rows, rank=rank: [split(rows, 2)[rank]])
+        for rank, workers in ((0, 0), (1, 2))
+    ]
+    whole = read(Together(), 0)
+    assert torch.equal(torch.cat(parts).sort(dim=0).values, whole.sort(dim=0).values)
+
+
+def test_rows_to_evaluate_on_draw_the_same_each_time():
+    loader = loader_of(Noisy("torch's global one"), 8, seed=3)
+    first, second = ([batch.shares[0].batch for batch in loader.epoch()] for _ in range(2))
+    assert is_same(first, second)
 
 
 def test_a_subset_of_rows_that_draw_has_them_row_by_row():
@@ -92,7 +153,7 @@ def test_a_subset_of_rows_that_draw_has_them_row_by_row():
 
 def test_what_can_not_be_seeded_draws_as_it_does():
     draws = [random.SystemRandom(), numpy.random.RandomState(numpy.random.PCG64(1))]
-    assert not Generators(SimpleNamespace(draws=draws))
+    assert not Generators(SimpleNamespace(draws=draws)).are_own
 
 
 def test_the_generators_of_this_process_stay_as_they_are():
@@ -122,11 +183,12 @@ def test_a_generator_of_what_collates_draws_alike_too():
 
 
 class Data(DataModule):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, kind: str = "numpy", **options: Any) -> None:
         super().__init__(8, **options)
+        self.kind = kind
 
     def train_dataset(self) -> Dataset:
-        return Noisy()
+        return Noisy(self.kind)
 
 
 class ByRank(Data):
@@ -136,7 +198,7 @@ class ByRank(Data):
         super().__init__(divided="by_rank")
 
 
-def trained(strategy: Strategy, make: type[DataModule] = Data) -> Any:
+def trained(strategy: Strategy, make: Callable[[], DataModule] = Data) -> Any:
     torch.manual_seed(0)
     seen: list[float] = []
 
@@ -152,10 +214,11 @@ def trained(strategy: Strategy, make: type[DataModule] = Data) -> Any:
     return made.task.state_dict(), collectives.gather(seen)
 
 
-def test_every_strategy_trains_on_the_same_draws():
-    wanted, _ = trained(CPU())
-    for strategy in (DataParallel(3, "cpu"), DDP(2, "cpu")):
-        state, _ = on(strategy, trained)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strategy_trains_on_the_same_draws(kind):
+    wanted, _ = trained(CPU(), partial(Data, kind))
+    for strategy, workers in ((DataParallel(3, "cpu"), 0), (DDP(2, "cpu"), 0), (CPU(), 2)):
+        state, _ = on(strategy, trained, partial(Data, kind, workers=workers))
         for name, weight in wanted.items():
             torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-12)
 
@@ -165,16 +228,17 @@ def test_ranks_with_rows_of_their_own_draw_numbers_of_their_own():
     assert len({*seen[0], *seen[1]}) == len(seen[0]) + len(seen[1])
 
 
-def test_a_resume_within_an_epoch_draws_as_the_run_that_was_never_stopped():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_within_an_epoch_draws_as_the_run_that_was_never_stopped(kind):
     runs = {}
     for stop in (None, 4):
         states: list[Any] = []
         keep = lambda made, states=states: states.append(made.state_dict())  # noqa: E731
         hooks = Hooks(on_step_end=keep)
-        made = trainer(data=Data(), callbacks=[hooks], max_steps=stop)
+        made = trainer(data=Data(kind), callbacks=[hooks], max_steps=stop)
         made.fit()
         runs[stop] = made, states
-    resumed = trainer(data=Data())
+    resumed = trainer(data=Data(kind))
     resumed.fit(runs[4][1][-1])
     assert is_same(resumed.task.state_dict(), runs[None][0].task.state_dict())
 

@@ -191,7 +191,8 @@ def test_devices_are_asked_by_doors_that_all_kinds_have():
 # Whether a class overrides what it inherits is asked here alone.
 ASKS_WHAT_IS_OVERRIDDEN = {
     "data.source": "a DataLoader that reads in a way of its own can not be read by ours",
-    "data.module": "a TensorDataset with a __getitem__ of its own is not read as tensors",
+    "data.module": "DataModule.has_own says which of its methods a kind of data has written",
+    "data.reading": "a TensorDataset with a __getitem__ of its own is not read as tensors",
     "task": "Task.has_own says which of its steps a task has written",
     "plugins.lightning.module": "what a module overrides of Lightning's is called, or refused",
 }

@@ -28,7 +28,7 @@ from dpframe import (
     seeding,
 )
 from dpframe.data import split
-from dpframe.data.module import Rows
+from dpframe.data.reading import Rows
 from dpframe.data.stream import Division, Reader
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP

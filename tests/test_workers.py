@@ -108,43 +108,38 @@ def test_the_banner_says_how_rows_are_read():
     [
         ({"slow": 0.0005}, "in this process: a batch takes 4 ms to read"),
         ({"slow": 0.002}, "2 workers: a batch takes 16 ms to read"),
-        ({"noise": "torch"}, "1 worker: a batch takes 0 ms to read, and draws random numbers"),
-        ({"noise": "python"}, "1 worker: a batch takes 0 ms to read, and draws random numbers"),
+        ({"noise": "torch"}, "in this process: a batch takes 0 ms to read"),
     ],
 )
-def test_auto_reads_slow_rows_by_workers_and_rows_that_draw_however_quick(monkeypatch, rows, said):
+def test_auto_reads_slow_rows_by_workers(monkeypatch, rows, said):
     monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
     monkeypatch.setattr(workers, "time", Clock)
     assert told(Rows(**rows)) == f"40 rows by __getitem__, {said}"
 
 
 @pytest.mark.parametrize(
-    "seconds, cores, draws, count",
+    "seconds, cores, count",
     [
-        (0.001, 16, False, 0),
-        (0.02, 16, False, 8),
-        (0.02, 4, False, 4),
-        (0.02, 1, False, 0),  # nobody is free to read
-        (0.001, 16, True, 1),
-        (0.02, 4, True, 4),
-        (0.02, 0, True, 1),
+        (0.001, 16, 0),
+        (0.02, 16, 8),
+        (0.02, 4, 4),
+        (0.02, 1, 0),  # nobody is free to read
     ],
 )
-def test_the_choice_is_a_fact_of_time_cores_and_draws(seconds, cores, draws, count):
-    choice = chosen(seconds, cores, draws=draws)
-    assert (choice.processes, choice.draws_apart) == (count, draws)
+def test_the_choice_is_a_fact_of_time_and_cores(seconds, cores, count):
+    assert chosen(seconds, cores).processes == count
 
 
 @pytest.mark.parametrize("noise", ["", "torch"])
 def test_what_auto_has_chosen_does_not_decide_the_numbers(monkeypatch, noise):
-    """Whether a batch is found to be slow is chance; rows that draw do so by the share alike."""
+    """Whether a batch is found to be slow is chance; rows that draw do so by their places."""
     runs = []
     for slow in (0.0, 1e9):
         monkeypatch.setattr(workers, "SLOW_SECONDS", slow)
         monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
         runs.append(fitted(data=Data(Rows(noise=noise))))
     processes = [run.feed.train.workers.processes for run in runs]
-    assert processes == [2, 1 if noise else 0]
+    assert processes == [2, 0]
     assert is_same(runs[0].task.state_dict(), runs[1].task.state_dict())
     assert runs[0].training.state.fingerprint == runs[1].training.state.fingerprint
 
@@ -152,7 +147,7 @@ def test_what_auto_has_chosen_does_not_decide_the_numbers(monkeypatch, noise):
 def test_another_rank_takes_the_first_ones_choice_and_reads_nothing_for_it():
     class Second(Collectives):
         def broadcast(self, value: Any) -> Any:
-            return 2, "the first one says so", False
+            return 2, "the first one says so"
 
     class Unread(Rows):
         def __getitem__(self, row: int) -> Any:

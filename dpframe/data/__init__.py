@@ -8,20 +8,21 @@ if TYPE_CHECKING:
     from dpframe.data.loader import Loader as Loader
     from dpframe.data.module import Batch as Batch
     from dpframe.data.module import DataModule as DataModule
-    from dpframe.data.module import Rows as Rows
     from dpframe.data.module import Share as Share
-    from dpframe.data.module import is_tensors as is_tensors
     from dpframe.data.module import move as move
     from dpframe.data.module import placed as placed
     from dpframe.data.module import sets_of as sets_of
     from dpframe.data.module import split as split
-    from dpframe.data.module import tensors_of as tensors_of
     from dpframe.data.order import permutation as permutation
+    from dpframe.data.reading import Rows as Rows
+    from dpframe.data.reading import is_tensors as is_tensors
+    from dpframe.data.reading import tensors_of as tensors_of
 
 _HOMES = {
     "Loader": "loader",
-    **dict.fromkeys(("Batch", "DataModule", "Rows", "Share", "is_tensors", "move"), "module"),
-    **dict.fromkeys(("placed", "sets_of", "split", "tensors_of"), "module"),
+    **dict.fromkeys(("Batch", "DataModule", "Share", "move", "placed"), "module"),
+    **dict.fromkeys(("sets_of", "split"), "module"),
+    **dict.fromkeys(("Rows", "is_tensors", "tensors_of"), "reading"),
     "permutation": "order",
 }
 # `dpframe.data.settings` never waits for torch.

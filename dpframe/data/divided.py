@@ -14,8 +14,9 @@ from torch.utils.data import IterableDataset
 from dpframe import seeding
 from dpframe.data.copies import LARGE_BYTES, Copies
 from dpframe.data.generators import Generators
-from dpframe.data.module import leaves, set_epoch
+from dpframe.data.module import leaves
 from dpframe.data.order import permutation
+from dpframe.data.reading import set_epoch
 
 LOOKED_AT = 2  # rows from the first one on; of a data set with a length also a middle and the last
 CLOSE = 1e-3  # of floats, which other machines may compute a little otherwise
@@ -46,16 +47,16 @@ def look(dataset: Any) -> Look | None:
     try:
         with seeding.seeded(0):
             if is_stream:
-                return None, [list(map(_told, leaves(row))) for row in first_of(dataset, LOOKED_AT)]
+                return None, [list(map(told, leaves(row))) for row in first_of(dataset, LOOKED_AT)]
             length = len(dataset)
             places = {*range(min(LOOKED_AT, length)), length // 2, length - 1}
             rows = [dataset[row] for row in sorted(places)]
-            return length, [list(map(_told, leaves(row))) for row in rows]
+            return length, [list(map(told, leaves(row))) for row in rows]
     except Exception:
         return None
 
 
-def _told(leaf: Any) -> Any:
+def told(leaf: Any) -> Any:
     """In a few numbers or letters."""
     if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
         try:
@@ -155,11 +156,14 @@ class OwnRows(IterableDataset):
         if self.shuffle:
             order = permutation(len(self.rows), seed=self.seed, epoch=self.epoch).tolist()
         generators = Generators(self.rows)
-        if not generators:
+        if not generators.are_own:  # the process's are seeded by the batch
             return (self.rows[row] for row in order)
         return (self._drawn(generators, *numbers) for numbers in enumerate(order))
 
     def _drawn(self, generators: Generators, place: int, row: int) -> Any:
-        with generators.kept():
+        before = generators.states()
+        try:
             generators.seed(self.seed, self.rank, self.epoch, place)
             return self.rows[row]
+        finally:
+            generators.restore(before)

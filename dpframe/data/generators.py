@@ -1,9 +1,8 @@
-"""Random generators that a data set keeps for itself: what they draw is a fact of the row."""
+"""Random generators that rows draw from: what they draw is a fact of the row."""
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,36 +22,41 @@ class Draws(NamedTuple):
     places: Sequence[int]
 
 
+class OfProcess:
+    """The global ones of Python and NumPy, and torch's of the CPU."""
+
+
 class Generators:
-    """Those of NumPy, Python and torch that are in attributes of a data set, or of their classes.
+    """Those of NumPy, Python and torch that are in attributes of a data set, or of their classes,
+    and `others`.
 
     They are seeded before each row, each with a seed of its own, by the place of the row in the
     global batch: so it does not matter which process reads it. Afterwards they are as before."""
 
-    def __init__(self, dataset: Any, collate: Any = None) -> None:
+    def __init__(self, dataset: Any, collate: Any = None, *others: OfProcess) -> None:
         in_collate = walked(collate, deepest=OF_COLLATE, items=ITEMS)
         values = [value for _, value in chain(walked(dataset, items=ITEMS), in_collate)]
         classes = dict.fromkeys(chain(*(type(value).__mro__ for value in values)))
         of_classes = (vars(each).values() for each in classes if each.__module__ not in OF_OTHERS)
         of_kind = kinds()
         found = (value for value in chain(values, *of_classes) if isinstance(value, of_kind))
-        self._found = list({id(each): each for each in found if _can_be_seeded(each)}.values())
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
+        own = list({id(each): each for each in found if _can_be_seeded(each)}.values())
+        self.are_own = bool(own)  # some of them
+        self._all = [*own, *others]
 
     def seed(self, *numbers: int) -> None:
-        for number, generator in enumerate(self._found):
+        for number, generator in enumerate(self._all):
             _seed(generator, seeding.mix(*numbers, number))
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        before = list(map(state_of, self._found))
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._found, before, strict=True):
-                _restore(generator, state)
+    def states(self) -> list[Any]:
+        return list(map(state_of, self._all))
+
+    def have_drawn(self, since: list[Any]) -> bool:
+        return not all(map(_is_same, since, self.states()))
+
+    def restore(self, states: list[Any]) -> None:
+        for generator, state in zip(self._all, states, strict=True):
+            _restore(generator, state)
 
 
 def kinds() -> tuple[type, ...]:
@@ -74,7 +78,9 @@ def _can_be_seeded(generator: Any) -> bool:
 
 
 def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, OfProcess):
+        seeding.reseed(seed, [])
+    elif isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif bits := getattr(generator, "bit_generator", None):
         bits.state = type(bits)(seed).state
@@ -83,6 +89,8 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def state_of(generator: Any) -> Any:
+    if isinstance(generator, OfProcess):
+        return seeding.random_state([])
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -91,8 +99,16 @@ def state_of(generator: Any) -> Any:
     return bits.state if bits else generator.get_state(legacy=False)
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return bool((one == other).all() if hasattr(one, "all") else one == other)
+
+
 def _restore(generator: Any, state: Any) -> None:
-    if bits := getattr(generator, "bit_generator", None):
+    if isinstance(generator, OfProcess):
+        seeding.restore_random_state(state, [])
+    elif bits := getattr(generator, "bit_generator", None):
         bits.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, count, islice, repeat, starmap
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from dpframe import seeding
 from dpframe.data.batches import Batches, BatchReader
 from dpframe.data.divided import ByRank
 from dpframe.data.generators import Draws
-from dpframe.data.module import Batch, Rows, Share, Shares, mapped, tensors_of
+from dpframe.data.module import Batch, Share, Shares, mapped
 from dpframe.data.order import Agree, order_of
+from dpframe.data.reading import Rows, tensors_of
 from dpframe.data.stream import Division, Place, Reader, check
 from dpframe.data.workers import Processes, Workers
 from dpframe.errors import UserError
@@ -23,8 +24,9 @@ Keep = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Where data that is tensors is kept: they go in, and come out there."""
 Tally = Callable[[list[float]], list[float]]
 """A strategy's `Collectives.sum_numbers`: this process's numbers in, their sums over all out."""
-Plan = Iterator[tuple[list[tuple[Tensor, int]], int]]
-"""Of each batch the row numbers of each local share, how many they are, and all its rows."""
+Plan = Iterator[tuple[int, list[tuple[Tensor, int]], list[Sequence[int]], int]]
+"""Of each batch its number in the epoch, the row numbers of each local share and how many they are,
+their places in the batch, and all its rows."""
 KEPT = 4  # places in a stream: a batch is on its way to the GPU while others are used
 
 
@@ -60,9 +62,9 @@ class Loader:
         label: str = "train_sampler returned",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """By `rank`, each process's workers draw random numbers of their own; rows of logical
-        shares, of which this process's begin at `first_share`, by the share, wherever they are
-        read. A collate gets `piece` rows at most. `timeout_seconds` is how long to wait for a
+        """By `rank`, each process's workers begin with random numbers of their own; collates of a
+        stream draw by the logical share, of which this process's begin at `first_share`. A collate
+        gets `piece` rows at most. `timeout_seconds` is how long to wait for a
         worker, 0: without end. `options` are those of a DataLoader. With a `tally` the processes
         count the rows of each of a stream's batches: together, those of a division; else each has
         to have as many. `look` is called with the first batch of ready ones, or None, in all
@@ -74,28 +76,28 @@ class Loader:
         self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
-        self._first_share = first_share
         self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
         self.how = rows.described()
         self._shares = shares
         self._pins = pin_memory
         if not isinstance(workers, Workers):
-            workers = Workers(workers, draws_apart=workers > 0)
+            workers = Workers(workers)
         if division is not None:
             self.how = division.described()
             workers = workers._replace(processes=min(workers.processes, division.workers))
         elif rows.is_stream and workers.processes > 1:
-            workers = Workers(1, "each would read the whole stream", draws_apart=True)
+            workers = Workers(1, "each would read the whole stream")
         self.workers = Workers() if rows.are_tensors else workers
+        self._read: Callable[..., Any] | None = None
         if rows.are_tensors:
             tensors = place(tensors_of(dataset))
             self.device = tensors[0].device
             take = _taken_pinned if pin_memory and self.device.type == "cpu" else torch.index_select
-            self._read: Callable[[Tensor], Any] = lambda rows: [take(t, 0, rows) for t in tensors]
+            self._read = lambda rows, *_: [take(t, 0, rows) for t in tensors]
         else:
             self.how += f", {workers.described()}"
-            self._read = partial(_read, rows, pin_memory)
-        self._is_logical = first_share is not None
+        # Others need not wait for a look, which takes 0.1 ms.
+        rows.looks_always = self.workers.processes > 0 or first_share is not None
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0
         self.division = division
@@ -120,7 +122,7 @@ class Loader:
         if self.workers.processes:
             starts_afresh = {"persistent_workers": False} if rows.is_stream else {}
             self._processes = Processes(
-                self._reader.answer if self._reader else partial(_answer, rows),
+                self._reader.answer if self._reader else partial(_answer, rows, False),
                 self.workers.processes,
                 rows=rows,
                 timeout_seconds=timeout_seconds,
@@ -142,35 +144,29 @@ class Loader:
         worker_seed = seeding.mix(self.seed, number, self.rank)
         if self._reader is not None:
             return self._streamed(self._reader, number, skip, limit, worker_seed)
-        read = self._read
-        if not self.rows.are_tensors:
-            answers = self._answered(epoch, skip, limit, worker_seed)
-            read = read if answers is None else lambda rows: next(answers)
-        return self._batches(self._plan(number, skip, limit), read)
+        read = self._read or self._reading(epoch, skip, limit, worker_seed)
+        return self._batches(number, skip, limit, read)
 
-    def _answered(
+    def _reading(
         self, epoch: int | None, skip: int, limit: int | None, seed: int
-    ) -> Iterator[Any] | None:
-        """What the shares have, where seeds decide what rows draw; None where this process's random
-        numbers do, as they are when a share is asked for."""
+    ) -> Callable[..., Any]:
+        """Gives the batch of a share: by workers the next one, in the order of requests."""
         if self._processes is not None:
             self._processes.end_if_changed()
         self.rows.begin(epoch)
-        requests = self._requests(epoch, skip, limit, seed)
-        if self._processes is not None:
-            return self._processes.read(requests, seed)
-        if not (self._is_logical or self.rows.generators):
-            return None
-        answer = _answer_apart if self._is_logical else _answer_own
-        return starmap(partial(answer, self.rows, self._pins), requests)
+        if self._processes is None:
+            return lambda *share: _answer(self.rows, self._pins, *self._request(epoch, *share))
+        answers = self._processes.read(self._requests(epoch, skip, limit), seed)
+        return lambda *share: next(answers)
 
-    def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
-        known, places = -1, list[Sequence[int]]()
-        for shares, total in plan:
-            if total != known:
-                known, places = total, self._places_of(total)
-            pairs = zip(shares, places, strict=True)
-            parts = [Share(read(r) if n else None, n, total, place) for (r, n), place in pairs]
+    def _batches(
+        self, epoch: int, skip: int, limit: int | None, read: Callable[..., Any]
+    ) -> Iterator[Batch]:
+        for batch, shares, places, total in self._placed(epoch, skip, limit):
+            parts = [
+                Share(read(rows, batch, place) if n else None, n, total, place)
+                for (rows, n), place in zip(shares, places, strict=True)
+            ]
             yield Batch(parts, total)
         if self._processes is not None:
             self._processes.warn_if_changed()
@@ -183,32 +179,33 @@ class Loader:
             numbers: Any = torch.arange(total)
             return [share.tolist() for share in self._shares(numbers)]  # type: ignore[attr-defined]
 
-    def _plan(self, epoch: int, skip: int, limit: int | None) -> Plan:
+    def _placed(self, epoch: int, skip: int, limit: int | None) -> Plan:
         """An epoch's batches as row numbers, cut into local shares."""
+        known, places = -1, list[Sequence[int]]()
         assert self.order is not None
         batches = iter(self.order.epoch(epoch))
         if self.device.type != "cpu":
             batches = iter(copied(batches, self.device))
-        for rows in islice(batches, skip, limit):
+        for batch, rows in enumerate(islice(batches, skip, limit), skip):
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
-            yield [(share, share.numel()) for share in shares], rows.numel()
-
-    def _requests(
-        self, epoch: int | None, skip: int, limit: int | None, seed: int
-    ) -> Iterator[tuple[int | None, int, list[int], Draws]]:
-        """What the workers are asked for: a share's rows, the epoch, and the seeds to draw by.
-
-        They are the share's and the rows', whatever a worker read before, so a resumed run draws
-        the same."""
-        known, places = -1, list[Sequence[int]]()
-        for batch, (shares, total) in enumerate(self._plan(epoch or 0, skip, limit), skip):
-            if total != known:
+            if (total := rows.numel()) != known:
                 known, places = total, self._places_of(total)
-            of_batch = seeding.mix(self.seed, epoch or 0, batch)
-            for share, ((rows, n), place) in enumerate(zip(shares, places, strict=True)):
+            yield batch, [(share, share.numel()) for share in shares], places, total
+
+    def _requests(self, epoch: int | None, skip: int, limit: int | None) -> Iterator[tuple]:
+        """What the workers are asked for."""
+        for batch, shares, places, _ in self._placed(epoch or 0, skip, limit):
+            for (rows, n), place in zip(shares, places, strict=True):
                 if n:
-                    of_share = seeding.mix(seed, batch, (self._first_share or 0) + share)
-                    yield epoch, of_share, rows.tolist(), Draws(of_batch, place)
+                    yield self._request(epoch, rows, batch, place)
+
+    def _request(
+        self, epoch: int | None, rows: Tensor, batch: int, places: Sequence[int]
+    ) -> tuple[int | None, list[int], Draws]:
+        """A share's rows, the epoch, and what their draws are seeded by, whatever was read before:
+        so a resumed run draws the same."""
+        seed = seeding.mix(self.seed, epoch or 0, batch)
+        return epoch, rows.tolist(), Draws(seed, places)
 
     # ---- streams
 
@@ -309,11 +306,6 @@ def _taken_pinned(tensor: Tensor, dimension: int, rows: Tensor) -> Tensor:
     return torch.index_select(tensor, dimension, rows, out=out)
 
 
-def _read(rows: Rows, pin_memory: bool, numbers: Tensor) -> Any:
-    batch = rows.read(numbers.tolist())
-    return pinned(batch) if pin_memory else batch
-
-
 def pinned(value: Any) -> Any:
     """A batch in pinned memory, as a DataLoader's pin_memory does, but for tensors that can't be
     there: those on a GPU, and sparse ones."""
@@ -327,23 +319,11 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
-def _answer_apart(rows: Rows, pin_memory: bool, epoch: int | None, seed: int, *wanted: Any) -> Any:
-    """In this process, whose random numbers are none of a worker's."""
-    before = seeding.random_state()
-    batch = _answer(rows, epoch, seed, *wanted)
-    seeding.restore_random_state(before)
-    return pinned(batch) if pin_memory else batch
-
-
-def _answer_own(rows: Rows, pin_memory: bool, epoch: int | None, seed: int, *wanted: Any) -> Any:
-    """In this process, of whose random numbers the rows draw, too."""
-    batch = rows.read(*wanted)
-    return pinned(batch) if pin_memory else batch
-
-
-def _answer(rows: Rows, epoch: int | None, seed: int, numbers: list[int], draws: Draws) -> Any:
-    """In a worker, which was forked in this epoch or before."""
+def _answer(
+    rows: Rows, pin_memory: bool, epoch: int | None, numbers: list[int], draws: Draws
+) -> Any:
+    """In this process, or in a worker, which was forked in this epoch or before."""
     if epoch != rows.epoch:
         rows.begin(epoch)
-    seeding.reseed(seed)
-    return rows.read(numbers, draws)
+    batch = rows.read(numbers, draws)
+    return pinned(batch) if pin_memory else batch

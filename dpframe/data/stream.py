@@ -9,7 +9,8 @@ from typing import Any, Self
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dpframe import seeding
-from dpframe.data.module import Rows, Shares, noted, set_epoch, split
+from dpframe.data.module import Shares, split
+from dpframe.data.reading import Rows, noted, set_epoch
 from dpframe.errors import UserError
 
 Position = dict[str, Any]

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from dpframe import seeding
 from dpframe.data.answers import Answers
 from dpframe.data.contents import Contents, changed
-from dpframe.data.module import Rows, leaves
+from dpframe.data.reading import Rows
 from dpframe.devices.accelerator import cores
 from dpframe.errors import Failure, UserError
 from dpframe.launch import signals, watchdog
@@ -50,11 +50,10 @@ log = logging.getLogger("dpframe")
 
 
 class Workers(NamedTuple):
-    """How many processes read, why, and whether rows draw their random numbers there."""
+    """How many processes read, and why."""
 
     processes: int = 0
     why: str = ""
-    draws_apart: bool = False
 
     def described(self) -> str:
         """For the banner, e.g. `2 workers: a batch takes 31 ms to read`."""
@@ -68,22 +67,12 @@ def measured(rows: Rows, *, share: int, cores: int, seed: int) -> Workers:
     if rows.is_stream or rows.are_tensors:
         return Workers()
     with seeding.seeded(seed):
-        before = seeding.random_state()
-        seconds = _seconds_of_a_batch(rows, share)
-        # A generator that was imported in between has not drawn yet.
-        pairs = zip(leaves(before), leaves(seeding.random_state()), strict=False)
-        draws = not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-    return chosen(seconds, cores, draws=draws)
+        return chosen(_seconds_of_a_batch(rows, share), cores)
 
 
-def chosen(seconds: float, cores: int, *, draws: bool) -> Workers:
-    """Rows that draw random numbers get a worker on every machine. There they draw by the share,
-    whatever the number of workers, so this choice never decides what they draw."""
-    why = f"a batch takes {1e3 * seconds:.2g} ms to read"
+def chosen(seconds: float, cores: int) -> Workers:
     count = min(cores, MAX_WORKERS) if seconds > SLOW_SECONDS else 0
-    if draws:
-        return Workers(max(1, count), f"{why}, and draws random numbers", draws_apart=True)
-    return Workers(count if count > 1 else 0, why)
+    return Workers(count if count > 1 else 0, f"a batch takes {1e3 * seconds:.2g} ms to read")
 
 
 def cores_per_rank(world_size: int) -> int:

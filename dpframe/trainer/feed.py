@@ -284,9 +284,7 @@ def _loader(
     if isinstance(workers, str):
         workers = _measured_workers(source, strategy, seed)
     if not isinstance(workers, Workers):
-        workers = Workers(workers, draws_apart=workers > 0)
-    if strategy.logical_shares:
-        workers = workers._replace(draws_apart=True)
+        workers = Workers(workers)
     has_one_replica = strategy.replicas == strategy.world_size  # in this process
     division: Division | ByRank | None = None
     if source.is_by_rank:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe.data.module import mapped, noted
+from dpframe.data.module import mapped
+from dpframe.data.reading import noted
 from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.strategies.base import Strategy

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dpframe.composite import parts_of
-from dpframe.data import DataModule, is_tensors
+from dpframe.data import DataModule
 from dpframe.launch import interpreter
 from dpframe.parameters import groups_of
 from dpframe.task import Task
@@ -81,8 +81,8 @@ def fingerprint(
         facts["rows to train on"] = len(feed.dataset)
     if feed.train.division is not None:
         facts["the stream"] = feed.train.division.described()
-    if not is_tensors(feed.dataset):  # workers draw other random numbers than the main process
-        facts["data.workers > 0"] = feed.train.workers.draws_apart
+    if feed.train.rows.is_stream:  # whose collate draws other random numbers in a worker
+        facts["data.workers > 0"] = feed.train.workers.processes > 0
     return facts | of_code(task, data)
 
 
