@@ -1,9 +1,11 @@
 """What a task has that is each replica's own is one line, before the first step."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from command import attempts, write
@@ -11,7 +13,7 @@ from forked import on
 from small import SGD, Hooks, Rows, fitted, trainer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import DataModule, ShardedStream, Strategy, Task, UserError
 from dpframe.callbacks.progress import Progress
@@ -300,6 +302,126 @@ def test_the_command_says_it_and_a_strict_check_ends_it_in_one_line(tmp_path):
         f"dpframe: {line}; trainer.share_check=on trains all the same"
     )
     assert exact.code == 0 and "layers     " not in exact.out
+
+
+# Random numbers of rows, of collates and of evaluations
+
+MODULES_OWN = numpy.random.default_rng(0)
+MIXES = {
+    "torch": lambda data: torch.rand(()),
+    "numpy": lambda data: numpy.random.beta(0.4, 0.4),
+    "python": lambda data: random.random(),
+    "its own": lambda data: data.draw.random(),
+}
+
+
+class Mixed(Rows):
+    """Rows that are mixed with the batch turned by one, which the loss of a share can't know."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(20, 10)
+        self.by, self.draw = by, numpy.random.default_rng(0)
+
+    def collate(self, rows: Any) -> Any:
+        x, y = super().collate(rows)
+        share = MIXES[self.by](self)
+        return [share * x + (1 - share) * x.roll(1, 0), y]
+
+
+class Rough(Layers):
+    """Noise in all that is evaluated."""
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return super().training_step([batch[0] + torch.randn_like(batch[0]), batch[1]])
+
+    def test_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        return super().training_step([x + numpy.random.rand(), y])
+
+
+class Unseeded(Rows):
+    """Rows that draw from a generator of their module."""
+
+    def train_dataset(self) -> Any:
+        return Unseedable(self.train)
+
+    def val_dataset(self) -> Any:
+        return {"near": self.train_dataset(), "far": self.held_out}
+
+
+class Unseedable(Dataset):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def draw(self) -> Any:
+        return MODULES_OWN.random()
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = self.rows[row]
+        return x + self.draw(), y
+
+
+class Seeded(Rows):
+    def train_dataset(self) -> Any:
+        return Drawing(self.train)
+
+
+class Drawing(Unseedable):
+    def draw(self) -> Any:
+        return torch.rand(())
+
+
+CANT = "they draw from a generator that dpframe can't seed"
+DRAWN: dict[str, tuple[Callable[[], Task], Callable[[], Rows], str]] = {
+    **{
+        f"a collate by {by}": (
+            Layers,
+            partial(Mixed, by),
+            "collate (it draws for each replica's rows)",
+        )
+        for by in MIXES
+    },
+    "an evaluation": (Rough, Rows, "validation_step (randn_like)"),
+    "rows by their module": (Layers, Unseeded, f"the rows ({CANT}), the rows of val near ({CANT})"),
+}
+
+
+def prepared(strategy: Strategy, case: str, check: str) -> Any:
+    task, data, _ = DRAWN[case]
+    try:
+        made = trainer(task(), data(), strategy=strategy, share_check=check).prepare()
+    except UserError as error:
+        return str(error)
+    return made.own, made.notes
+
+
+@pytest.mark.parametrize("case", DRAWN)
+@pytest.mark.parametrize("make", [TWO, partial(DDP, 2, "cpu")], ids=["data_parallel", "ddp"])
+def test_what_draws_for_the_rows_of_a_replica_is_named_and_a_strict_check_ends_it(make, case):
+    line = OWN + DRAWN[case][2]
+    said, notes = on(make(), prepared, case, "on")
+    assert said == line
+    compared = "the share check has not compared the loss: its collate draws random numbers"
+    assert (compared in notes) == ("collate" in case)
+    assert on(make(), prepared, case, "strict") == (
+        f"{line}; trainer.share_check=on trains all the same"
+    )
+
+
+def test_rows_that_draw_from_global_generators_are_not_named():
+    assert own(Layers(), Seeded(), share_check="strict") == ""
+
+
+def test_a_test_alone_says_that_its_step_draws(caplog):
+    line = f"{OWN}test_step (Python's or NumPy's random numbers)"
+    trainer(Rough(), strategy=TWO()).test()
+    assert [each.getMessage() for each in caplog.records] == [line]
+    with pytest.raises(UserError) as caught:
+        trainer(Rough(), strategy=TWO(), share_check="strict").test()
+    assert str(caught.value) == f"{line}; trainer.share_check=on evaluates all the same"
 
 
 def notes(strategy: Strategy, check: str) -> Any:

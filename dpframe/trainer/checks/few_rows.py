@@ -5,9 +5,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from dpframe.data import Rows
 from dpframe.data.batches import Batches
 from dpframe.data.copies import Copies
-from dpframe.data.divided import first_of
+from dpframe.data.divided import LOOKED_AT, first_of, is_alike, told
+from dpframe.data.generators import Draws
+from dpframe.data.module import leaves
 from dpframe.errors import first_line
 from dpframe.trainer.checks.draws import NotCompared
 
@@ -47,6 +50,22 @@ def picked(
         if not isinstance(samples, list):
             raise NotCompared("rows are not read one by one")
         yield samples
+
+
+def drawn_apart(rows: Rows) -> str:
+    """How rows draw that are not the same wherever they are read, in words; empty if they are."""
+    if rows.is_stream or rows.are_tensors:
+        return ""
+    rows = Rows(Copies().of(rows.dataset), lambda samples: samples)
+    numbers = list(range(min(LOOKED_AT, len(rows.dataset))))
+    try:
+        looks = [rows.read(numbers, Draws(0, numbers)) for _ in range(2)]
+    except Exception:  # the run will say so, with its place
+        return ""
+    if rows.draw and not isinstance(looks[0], list):
+        return "their __getitems__ draws for all of them"
+    first, second = ([told(leaf) for leaf in leaves(look)] for look in looks)
+    return "" if is_alike(first, second) else "they draw from a generator that dpframe can't seed"
 
 
 def _first(stream: Any, count: int) -> list[Any]:

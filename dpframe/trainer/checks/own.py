@@ -29,6 +29,7 @@ from dpframe.rows import current_share, ongoing
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
+from dpframe.trainer.checks.few_rows import drawn_apart
 from dpframe.trainer.checks.trial import CUT, Trial
 from dpframe.trainer.checks.tried import ROWS
 from dpframe.trainer.evaluation import Placed, restore_modes
@@ -50,6 +51,7 @@ class Own:
 
     layers: Counter[str] = field(default_factory=Counter)  # for which KEYS has a key
     others: list[str] = field(default_factory=list)  # in words
+    data: list[str] = field(default_factory=list)  # of rows and collates, in words
     unknown: str = ""  # why it is not known what else there is
     whose: str = "replica's"
 
@@ -61,6 +63,11 @@ class Own:
         """Of modules, by their names, that keep statistics of each replica's rows."""
         self.others += [f"{name or 'the task'} (statistics of its rows)" for name in modules]
 
+    def add_draws(self, trials: Iterable[Trial]) -> None:
+        """Of steps to evaluate by."""
+        drawn = ((trial.step, each.by) for trial in trials for each in trial.drawn)
+        self.others += [f"{step} ({by})" for step, by in dict.fromkeys(drawn)]
+
     @property
     def line(self) -> str:
         """Empty where there is nothing."""
@@ -70,8 +77,8 @@ class Own:
             verb = "layer sees" if self.layers.total() == 1 else "layers see"
             keys = " ".join(KEYS[kind] for kind in self.layers)
             said.append(f"{kinds} {verb} each {self.whose} rows alone: {keys}")
-        if self.others:
-            said.append(f"of each {self.whose} own: {listed(self.others, 4)}")
+        if others := [*self.others, *self.data]:
+            said.append(f"of each {self.whose} own: {listed(others, 4)}")
         if self.unknown:
             said.append(f"what else a step has of each {self.whose} own is unknown: {self.unknown}")
         return "; ".join(said)
@@ -105,7 +112,7 @@ def find_own(
     may_have_one = bool(norms) and not modes_may_change
     has_one = may_have_one and 1 in shares_of(feed, settings, replicas)
     own = Own(whose="piece's" if is_cut and strategy.replicas == 1 else "replica's")
-    watch, drawn = Watch(), list[Drawn]()
+    watch, drawn, trials = Watch(), list[Drawn](), list[Trial]()
     convert(task, batch_norm=True, dropout=True)  # which the watch can see
     try:
         if updates.by_hand is not None:
@@ -127,6 +134,13 @@ def find_own(
         return Own()
     _name_layers(own, task, strategy, watch)
     own.others += drawn_by(drawn, task)
+    if any(trial.collate_draws for trial in trials):
+        own.data.append(f"collate (it draws for each {own.whose} rows)")
+    if settings.share_check != "off" and strategy.replicas > 1:
+        sets = [(f"the rows of val {name}", each) for name, each in feed.validation.items()]
+        for name, loader in [("the rows", feed.train), *sets]:
+            if how := drawn_apart(loader.rows):
+                own.data.append(f"{name.strip()} ({how})")
     return own
 
 

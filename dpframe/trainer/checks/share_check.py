@@ -90,13 +90,19 @@ def check_shares(
             for turn, update in updates.items()
         ]
         trials += [(trial, feed.source) for trial in each]
+    evaluations = []
     if strategy.replicas > 1 and not is_rounded:
-        trials += evaluated(task, strategy, progress, "val", feed.validation)
-    notes += _told(trials, strategy, settings, monitored)
+        evaluations = evaluated(task, strategy, progress, "val", feed.validation)
+    notes += _told([*trials, *evaluations], strategy, settings, monitored)
     own.add_statistics(set[str]().union(*(trial.keeps for trial, _ in trials)))
-    if settings.share_check == "strict" and own.line:
-        raise UserError(f"{own.line}; trainer.share_check=on trains all the same")
+    own.add_draws(trial for trial, _ in evaluations)
+    _refuse(own, settings, "trains")
     return notes
+
+
+def _refuse(own: Own, settings: TrainerSettings, does: str) -> None:
+    if settings.share_check == "strict" and own.line:
+        raise UserError(f"{own.line}; trainer.share_check=on {does} all the same")
 
 
 def warn_alone(trial: Trial, source: Any) -> None:
@@ -128,7 +134,13 @@ def check_evaluation(
         return
     placed.checked.add(kind)
     loaders = {name: each.loader for name, each in evaluations.by_name.items()}
-    _told(evaluated(placed.task, strategy, progress, kind, loaders), strategy, settings, ())
+    trials = evaluated(placed.task, strategy, progress, kind, loaders)
+    _told(trials, strategy, settings, ())
+    own = Own()
+    own.add_draws(trial for trial, _ in trials)
+    _refuse(own, settings, "evaluates")
+    if own.line and strategy.is_main:
+        log.warning(own.line)
 
 
 def _may_be_asked(strategy: Strategy, settings: TrainerSettings) -> bool:

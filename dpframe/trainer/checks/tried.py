@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpframe import seeding
 from dpframe.data import Share, move
+from dpframe.data.generators import Generators, OfProcess
 from dpframe.devices import memory
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import is_number
@@ -32,6 +33,7 @@ from dpframe.trainer.outputs import Measured, detached, one_loss
 
 ROWS = 5
 BRIEF_SECONDS = 0.5
+FOREIGN = "Python's or NumPy's random numbers"
 
 
 @dataclass
@@ -50,7 +52,9 @@ class Tried:
     in_training: bool = False  # in the modes that the task has, not in evaluation
     needs_gradients: bool = field(default=False, init=False)
     gathers: bool = field(default=False, init=False)
-    drawn: list[Drawn] | None = field(default=None, init=False)  # None: what draws is refused
+    is_looked_at: bool = field(default=False, init=False)  # else what draws is refused
+    drawn: list[Drawn] = field(default_factory=list, init=False)
+    collate_draws: bool = field(default=False, init=False)
     statistics: dict[Any, Sums] = field(default_factory=dict, init=False)  # by a share's places
     factors: dict[Any, float] | None = field(default=None, init=False)  # of backwards, likewise
 
@@ -65,7 +69,7 @@ class Tried:
 
     def look(self, samples: Any, collate: Any) -> list[Drawn]:
         """What a step of these rows draws, in the modes that the task has."""
-        self.drawn = []
+        self.drawn, self.is_looked_at = [], True
         rows = range(len(samples))
         try:
             self._tried(lambda: self._share(samples, rows, collate)._replace(total=len(rows)))
@@ -75,7 +79,7 @@ class Tried:
         except Exception as error:
             raise NotCompared(f"in training mode, a step says: {first_line(error)}") from None
         finally:
-            self.drawn = None
+            self.is_looked_at = False
 
     def measured(self, samples: Any, cuts: Sequence[range], collate: Any) -> list[Measured]:
         """What the step gives for each cut, as shares of one batch."""
@@ -145,10 +149,14 @@ class Tried:
             raise NotCompared(f"it gathers rows, and a copy says: {first_line(error)}") from None
 
     def _share(self, samples: Any, cut: range, collate: Any) -> Share:
-        states = torch.get_rng_state(), foreign_states()
+        generators = Generators(None, collate, OfProcess())
+        states = generators.states()
         batch = move(collate(samples[cut.start : cut.stop]), self.strategy.device, self.dtype)
-        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != foreign_states():
-            raise NotCompared("its collate draws random numbers")
+        if generators.have_drawn(states):
+            generators.restore(states)
+            self.collate_draws = True
+            if not self.is_looked_at:
+                raise NotCompared("its collate draws random numbers")
         return Share(batch, len(cut), ROWS, cut)
 
     def _gathered(self, share: Share) -> Output:
@@ -165,15 +173,15 @@ class Tried:
         with of_share, self._unwritten(), draws:
             output = task.step_alone(self.step, share.batch, *turn, **self.named)
             output = one_loss(output, task, self.step)
-        if self.drawn is not None:
-            self.drawn += draws.seen
-        elif draws.seen:
-            by = draws.seen[0].by
-            raise NotCompared(f"it draws by torch's {by}; self.randn_rows makes it comparable")
+        seen = draws.seen
         if foreign_states() != states:
-            if self.drawn is None:
-                raise NotCompared("it draws by Python's or NumPy's random numbers")
-            self.drawn.append(Drawn("Python's or NumPy's random numbers", None, None))
+            seen.append(Drawn(FOREIGN, None, None))
+        self.drawn = [*self.drawn, *seen] if self.is_looked_at else seen
+        if seen and not self.is_looked_at:
+            by = seen[0].by
+            how = "" if by == FOREIGN else "torch's "
+            more = "" if by == FOREIGN else "; self.randn_rows makes it comparable"
+            raise NotCompared(f"it draws by {how}{by}{more}")
         if not isinstance(output, dict) or (self.trains and not is_number(output.get("loss"))):
             raise NotCompared("the step returns no loss")
         if self.in_training:
