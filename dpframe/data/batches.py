@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
-from dpframe.data.module import Rows, Shares, leaves, mapped, noted
+from dpframe.data.module import Shares, leaves, mapped
+from dpframe.data.reading import Rows, noted
 from dpframe.data.stream import Position, Reader
 from dpframe.errors import UserError
 

@@ -77,8 +77,8 @@ def told(leaf: Any) -> Any:
 
 def are_alike(batch: Any, gather: Callable[[Any], list[Any]]) -> bool:
     """In the main process, whether all have this batch, as far as its tensors tell."""
-    told = list(map(_told, leaves(batch)))
-    looks = gather(told if any(hasattr(leaf, "dtype") for leaf in leaves(batch)) else None)
+    own = list(map(told, leaves(batch)))
+    looks = gather(own if any(hasattr(leaf, "dtype") for leaf in leaves(batch)) else None)
     return bool(looks) and None not in looks and all(is_alike(each, looks[0]) for each in looks)
 
 

@@ -46,6 +46,7 @@ class Strategy:
     wants_all_gradients = False  # each replica gives one of each weight, of 0 if it has no rows
     spans_machines = False  # the ranks that it launches may be on other machines than this one
     takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
+    has_alike_weights = False  # after each update all ranks' have the same bits: they are compared
     sharding: "Sharding | None" = None  # of weights that each process keeps a shard of
     # What the Trainer sets, and `Logical`, which is around a strategy.
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are

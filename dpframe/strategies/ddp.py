@@ -30,6 +30,8 @@ Changes = dict[str, list[str]]
 class DDP(Processes, takes_logical_shares=True):
     """Ranks that share gradients by DistributedDataParallel."""
 
+    has_alike_weights = True
+
     def __init__(
         self,
         gpus: Gpus = None,

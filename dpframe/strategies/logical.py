@@ -44,6 +44,7 @@ class Logical(Strategy):
         self.collectives = strategy.collectives
         self.replicas, self.device, self.nodes = strategy.replicas, strategy.device, strategy.nodes
         self.uses_gpus, self.launches_ranks = strategy.uses_gpus, strategy.launches_ranks
+        self.has_alike_weights = strategy.has_alike_weights
         self.share_at = 0  # the one that is computed
         self.spans = spans(count, self.world_size)
         self.first_share = self.spans[self.rank][0]

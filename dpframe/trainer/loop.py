@@ -22,7 +22,7 @@ from dpframe.task import Task, TaskContext
 from dpframe.trainer.calendar import EpochEnd
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
-from dpframe.trainer.checks import arguments
+from dpframe.trainer.checks import alike, arguments
 from dpframe.trainer.checks.keywords import SettingsByName, signature_with_settings, with_settings
 from dpframe.trainer.compute.placement import DTYPES, Precision, place
 from dpframe.trainer.evaluation import Evaluations, Placed, restore_modes
@@ -219,6 +219,7 @@ class Trainer(CallbackView):
                 self._train_epoch(training)
             training.updates.modes.eval()
             self.strategy.sync_weights(for_reading=True)
+            alike.check(self.placed, self.settings, self.progress)
             if training.profile is not None:
                 self._record(training.profile.summarize(self.run.directory, is_main=is_main))
             self.hooks.call("on_fit_end", self)
@@ -338,6 +339,7 @@ class Trainer(CallbackView):
         if not calendar.has_polled(progress.global_step):
             self._poll(training)
         end = calendar.end_epoch(progress, is_whole=is_whole, should_stop=self.is_over)
+        alike.check_epoch(self.placed, self.settings, self.progress, end)
         self.is_extra_validation = end.is_extra_validation
         validated = self._validate_epoch(training, end)
         measured = self._measure_epoch(training)
