@@ -450,12 +450,12 @@ def spawned(make: Callable[[], Dataset], method: str) -> str | dict[str, Tensor]
         return str(error)
 
 
-def picked() -> Dataset:
-    return small.Listed(small.Rows().train)
+def drawing() -> Dataset:
+    return Rows(noise="torch")
 
 
-def test_workers_of_a_forkserver_read_the_same_rows_and_can_not_get_each_data_set():
-    forks, served = (fresh(spawned, picked, method) for method in ("fork", "forkserver"))
+def test_workers_of_a_forkserver_draw_the_same_rows_and_can_not_get_each_data_set():
+    forks, served = (fresh(spawned, drawing, method) for method in ("fork", "forkserver"))
     assert is_same(forks, served)
     said = fresh(spawned, Unpicklable, "spawn")
     assert said.startswith("data workers can't get the data set Unpicklable: AttributeError: Can't")
