@@ -107,6 +107,10 @@ def scripted(x: Tensor) -> Tensor:
     return torch.dropout(x, 0.5, True)
 
 
+def later(task: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(len(x), 1) if task.epoch > 0 else x + 1
+
+
 OWN = "of each replica's own: "
 CASES: dict[str, tuple[Callable[[], Task], str]] = {
     "nothing": (Layers, ""),
@@ -140,6 +144,7 @@ CASES: dict[str, tuple[Callable[[], Task], str]] = {
         lambda: Layers(lambda task, x: scripted(x) + 1),
         f"{OWN}the step (a call outside of torch's functions)",
     ),
+    "a draw from the second epoch on": (lambda: Layers(later), f"{OWN}the step (rand)"),
     "functional dropout": (lambda: Layers(dropping), f"{OWN}the step (dropout)"),
     "a codebook": (lambda: Layers(book=Codebook()), f"{OWN}own.book (statistics of its rows)"),
     "a layer and a draw": (

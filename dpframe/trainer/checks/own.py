@@ -30,6 +30,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
 from dpframe.trainer.checks.few_rows import drawn_apart
+from dpframe.trainer.checks.surroundings import Moment, moments
 from dpframe.trainer.checks.trial import CUT, Trial
 from dpframe.trainer.checks.tried import ROWS
 from dpframe.trainer.evaluation import Placed, restore_modes
@@ -122,6 +123,8 @@ def find_own(
         trials = [Trial(task, strategy, progress, turn) for turn in updates]
         for trial in trials if is_looked_at else ():
             drawn += _looked_at(trial, feed.source, watch)
+            if trial.moment.is_asked:
+                drawn += _drawn_later(trial, feed, settings, watch)
         if has_one:
             _refuse_one_row(trials[0], feed.source, replicas)
     except NotCompared as why:
@@ -253,6 +256,22 @@ def _looked_at(trial: Trial, source: Any, watch: "Watch") -> list[Drawn]:
             ongoing.watch = None
         watch.compare()
         return drawn
+
+
+def _drawn_later(
+    trial: Trial, feed: TrainingData, settings: TrainerSettings, watch: "Watch"
+) -> list[Drawn]:
+    """By a step that asks how far the run has come."""
+    now, drawn = trial.moment, list[Drawn]()
+    try:
+        for moment in moments(feed.steps_per_epoch, feed.total_steps, settings.max_epochs):
+            trial.moment = Moment(*moment)
+            drawn += _looked_at(trial, feed.source, watch)
+    except NotCompared:
+        pass  # the share check says so
+    finally:
+        trial.moment = now
+    return drawn
 
 
 @contextmanager

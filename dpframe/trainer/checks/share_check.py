@@ -18,6 +18,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.own import Own
+from dpframe.trainer.checks.surroundings import moments
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
 from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
 from dpframe.trainer.feed import TrainingData
@@ -150,16 +151,6 @@ def _may_be_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
 
 def _is_rounded(strategy: Strategy) -> bool:
     return strategy.sharding is not None and strategy.sharding.rounds
-
-
-def moments(
-    steps_per_epoch: int, total_steps: int, max_epochs: int | None
-) -> list[tuple[int, int]]:
-    """The second epoch, the middle and the end of a run: each as its epoch and its step."""
-    of_epoch = steps_per_epoch or 1
-    last = (total_steps or of_epoch * (max_epochs or 2)) - 1
-    steps = {of_epoch, last // 2, last}
-    return [(step // of_epoch, step) for step in sorted(steps) if 0 < step <= last]
 
 
 def evaluated(

@@ -27,6 +27,16 @@ class Moment:
         return self._global_step
 
 
+def moments(
+    steps_per_epoch: int, total_steps: int, max_epochs: int | None
+) -> list[tuple[int, int]]:
+    """The second epoch, the middle and the end of a run: each as its epoch and its step."""
+    of_epoch = steps_per_epoch or 1
+    last = (total_steps or of_epoch * (max_epochs or 2)) - 1
+    steps = {of_epoch, last // 2, last}
+    return [(step // of_epoch, step) for step in sorted(steps) if 0 < step <= last]
+
+
 @contextmanager
 def nothing_tuned() -> Iterator[None]:
     """No kernel is chosen by its speed, and nothing is compiled, for a few rows."""
