@@ -38,6 +38,7 @@ TESTS = {
     "test_without_a_rest_there_is_one_optimizer_alone",
     "test_a_callback_that_keeps_the_best_weights_keeps_those_that_were_measured",
     "test_a_second_average_is_refused",
+    "test_a_parametrized_module_arrives_as_it_was",
     "test_each_bit_of_a_weight_and_its_place_count",
     "test_what_no_key_mends_stays",
     "test_one_replica_has_no_statistics_of_its_own",

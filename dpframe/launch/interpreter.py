@@ -79,16 +79,29 @@ def dump(
         # It gives functions that it pickles together one dict of globals: this one shows it.
         main = FunctionType(_nothing.__code__, vars(_main()))
 
+    reduced: Callable[[Any], Any] = _as_it_is
+    if "torch" in sys.modules:
+        from dpframe.launch import parametrized
+
+        reduced = parametrized.reduced
+
     class Pickler(base):
         dispatch_table = ChainMap(dict(reducers), others)
 
+        def reducer_override(self, each: Any) -> Any:
+            found = reduced(each)
+            if found is NotImplemented and base is not pickle.Pickler:
+                return super().reducer_override(each)
+            return found
+
     try:
         Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump((value, main))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        from dpframe.errors import UserError
+    except (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        from dpframe.errors import UserError, first_line
 
         hint = f"; {NOTEBOOK}" if base is pickle.Pickler else ""
-        raise UserError(f"another process can't get all of this: {error}{hint}") from error
+        said = f"{first_line(error)}{hint}"
+        raise UserError(f"another process can't get all of this: {said}") from error
 
 
 def load(file: Any, *, buffers: Iterable[Any] | None = None, owns_main: bool = False) -> Any:
@@ -117,6 +130,10 @@ _theirs: dict[str, str | None] = {}  # of the program that has started this inte
 
 
 def _nothing() -> None: ...
+
+
+def _as_it_is(value: Any) -> Any:
+    return NotImplemented
 
 
 def _main() -> ModuleType:

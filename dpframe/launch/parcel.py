@@ -82,6 +82,29 @@ def is_packable(value: Any) -> bool:
     return True
 
 
+def unpackable(value: Any, name: str) -> str:
+    """What in it can't be packed, by its name within `name`, and of which class it is."""
+    seen = {id(value)}
+    while True:
+        for key, part in _parts(value).items():
+            if id(part) not in seen and not is_packable(part):
+                seen.add(id(part))
+                name, value = f"{name}.{key}", part
+                break
+        else:
+            return f"{name}, a {type(value).__name__},"
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    if isinstance(value, torch.jit.ScriptModule):
+        return {}
+    if isinstance(value, torch.nn.Module):
+        return {**dict(value.named_children()), **vars(value)}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else getattr(value, "__dict__", {})
+
+
 def _read(file: BufferedReader) -> Iterator[numpy.ndarray]:
     while size := file.read(SIZE):
         # Torch's memory, which is aligned as that of all its tensors.

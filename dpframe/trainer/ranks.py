@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dpframe import seeding
-from dpframe.errors import UserError
+from dpframe.errors import UserError, first_line
 from dpframe.launch import interpreter, local, parcel, signals
 from dpframe.launch.parcel import Parcel
 from dpframe.loggers import Logger
@@ -104,7 +104,14 @@ class Ranks:
                 None if self._strategy.spans_machines else opened.enter_context(parcel.in_memory())
                 for _ in range(2)
             )
-            there = parcel.pack(work, theirs)
+            try:
+                there = parcel.pack(work, theirs)
+            except UserError as error:
+                raise UserError(
+                    f"{parcel.unpackable(self._parts, 'Trainer')} can't be sent to the ranks of "
+                    f"{self._strategy.name}: {first_line(error.__cause__ or error)}; start them by "
+                    "the command or by torchrun, where each makes its own"
+                ) from error
             ended: Ended = interpreter.call(_launch, self._strategy, there, ours).unpack()
         parts = [*self._parts["callbacks"], *self._parts["loggers"]]
         for part, attributes in zip(parts, ended.callbacks, strict=True):

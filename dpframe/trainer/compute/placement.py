@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def place(
     A convolution with weights in channels_last memory returns its output so, whatever its input:
     all layers from the first convolution on are in that layout, and batches need no conversion.
     """
+    refuse_lazy(task)
     if strategy.sharding is not None:  # it moves them part by part
         task.to(dtype=precision.dtype)
     else:
@@ -84,6 +86,19 @@ def place(
     if strategy.sharding is not None:
         strategy.sharding.cut(task, has_autocast=precision.autocast is not None)
     return CHANNELS_LAST if weights else ""
+
+
+def refuse_lazy(task: nn.Module) -> None:
+    """Weights that a first batch would make: nothing can be placed, counted or shared before."""
+    lazy = nn.UninitializedParameter, nn.UninitializedBuffer
+    for name, tensor in chain(task.named_parameters(), task.named_buffers()):
+        if isinstance(tensor, lazy):
+            owner = name.rpartition(".")[0]
+            kind = type(task.get_submodule(owner)).__name__
+            raise UserError(
+                f"{owner}, a {kind}, has no weights yet; call the network once on a row in the "
+                "task's __init__, e.g. self.net(torch.zeros(1, 8)), or give the layer its sizes"
+            )
 
 
 def process_settings() -> dict[str, Any]:
