@@ -322,7 +322,7 @@ PRIVATE = FOR_SPEED | {
     "_orig_mod": "is in the names of what a compiled module has saved",
 }
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples
-WORDS = {"_sitebuiltins.py", "_batch_end"}  # a file of Python's; the end of a hook's name
+WORDS = {"_sitebuiltins.py", "_batch_end", "_skip"}  # a file of Python's; the ends of names
 SETTINGS = {"sys.stdout", "sys.stderr", "tempfile.tempdir", "torch.backends.cudnn.benchmark"}
 SETTINGS |= {"sys.modules['__main__']"}  # in the interpreter of a program: the program's own
 

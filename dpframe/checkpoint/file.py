@@ -219,8 +219,8 @@ def load_task(
     if found := dict(_mismatches(wanted, weights)):
         kind, first = type(task).__name__, next(iter(found.values()))
         may_skip = skip is not None and not is_resumed
-        mend = _way_on(found, patterns, key) if may_skip else ""
-        raise UserError(f"{what} does not fit this recipe's {kind}: {matched}{first}{mend}")
+        hint = _way_on(found, patterns, key) if may_skip else ""
+        raise UserError(f"{what} does not fit this recipe's {kind}: {matched}{first}{hint}")
     if name := _first_nan(weights):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
     given = {n: _like(here[n], value, sharding) for n, value in weights.items()}

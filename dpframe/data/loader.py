@@ -96,7 +96,7 @@ class Loader:
             self._read = lambda rows, *_: [take(t, 0, rows) for t in tensors]
         else:
             self.how += f", {workers.described()}"
-        # Others need not wait for a look, which takes 0.1 ms.
+        # Where nobody waits for a look, of 0.2 ms, or other bits would follow.
         rows.looks_always = self.workers.processes > 0 or first_share is not None
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0

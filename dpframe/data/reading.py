@@ -45,7 +45,7 @@ class Rows:
         self.is_stream = isinstance(dataset, IterableDataset)
         self.epoch: int | None = None  # that the data set was told
         self.draw = False  # random numbers, as was seen in this process
-        self.looks_always = False  # whether they do, else at the first batch of a pass, and some
+        self.looks_always = False  # whether they do, at each batch
         self._batches = 0  # that were read without seeds
         self._is_first = True  # of a pass
         self._generators: Generators | None = None  # None: not looked for
@@ -89,8 +89,7 @@ class Rows:
                 generators.restore(before)
 
     def _is_looked_at(self) -> bool:
-        """Where the look's 0.2 ms would be seen, at a pass's first batch and at the 2nd, 4th, 8th …
-        of the run."""
+        """Unless always, at the first batch of a pass, and the 2nd, 4th, 8th … of the run."""
         self._batches += 1
         is_first, self._is_first = self._is_first, False
         is_power_of_two = self._batches & (self._batches - 1) == 0
