@@ -34,6 +34,10 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_rows_that_can_not_be_told_are_asked_for",
+    "test_rows_are_counted_as_the_user_says",
+    "test_a_batch_that_fits_is_computed_as_a_whole",
+    "test_a_step_has_so_many_rows_at_most_and_hooks_of_a_batch_run_once",
     "test_a_group_that_names_an_optimizer_is_checked_in_a_line",
     "test_without_a_rest_there_is_one_optimizer_alone",
     "test_a_callback_that_keeps_the_best_weights_keeps_those_that_were_measured",
@@ -241,6 +245,7 @@ SLOW_FILES = {
     "slurm",
     "sweep_resume",
     "task",
+    "turns_of_replicas",
     "waits",
 }
 
