@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dpframe import seeding
-from dpframe.data import Share, move
-from dpframe.data.generators import Generators, OfProcess
+from dpframe.data import Rows, Share, move
 from dpframe.devices import memory
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import is_number
@@ -149,7 +148,7 @@ class Tried:
             raise NotCompared(f"it gathers rows, and a copy says: {first_line(error)}") from None
 
     def _share(self, samples: Any, cut: range, collate: Any) -> Share:
-        generators = Generators(None, collate, OfProcess())
+        generators = Rows(None, collate).generators
         states = generators.states()
         batch = move(collate(samples[cut.start : cut.stop]), self.strategy.device, self.dtype)
         if generators.have_drawn(states):
