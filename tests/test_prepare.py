@@ -266,7 +266,7 @@ FREE = """
     limit_eval_batches limit_val_batches limit_test_batches limit_predict_batches logical_replicas
     deterministic compile checkpoint_activations data_on_device skip_dynamo_import channels_last
     cudnn_benchmark profile data_timeout_seconds max_restarts hang_seconds grace_seconds share_check
-    exact_layers batch_norm dropout
+    exact_layers batch_norm dropout micro_batch
 """
 
 
