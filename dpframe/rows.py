@@ -205,6 +205,8 @@ class RowsOfBatch:
             )
         if (strategy := _that_gathers(self.run_context, f"{name}.all_gather")) is None:
             return x
+        if ongoing.watch is not None:
+            ongoing.watch.gathers = True
         if rows := current_share.rows:
             refuse_unlike_forward(f"{name}.all_gather")
             if self.run_context.is_cut and current_share.turn is not None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
 from dpframe.trainer.checks.few_rows import drawn_apart
+from dpframe.trainer.checks.kept import unlike
 from dpframe.trainer.checks.surroundings import Moment, moments
 from dpframe.trainer.checks.trial import CUT, Trial
 from dpframe.trainer.checks.tried import ROWS
@@ -137,6 +139,9 @@ def find_own(
         return Own()
     _name_layers(own, task, strategy, watch)
     own.others += drawn_by(drawn, task)
+    if not watch.gathers:
+        kept = chain.from_iterable(_kept_by(trial, strategy) for trial in trials)
+        own.others += list(dict.fromkeys(kept))
     if any(trial.collate_draws for trial in trials):
         own.data.append(f"collate (it draws for each {own.whose} rows)")
     if settings.share_check != "off" and strategy.replicas > 1:
@@ -167,6 +172,17 @@ def _name_layers(own: Own, task: Task, strategy: Strategy, watch: "Watch") -> No
             own.others.append(said)
         elif kind := kind_of(module):
             own.layers[kind] += 1
+
+
+def _kept_by(trial: Trial, strategy: Strategy) -> Iterator[str]:
+    """Attributes that a step moves by its share's rows, and by which the next one computes; of
+    replicas in one process also what all of them change."""
+    whole, part = (trial.kept.get(rows, {}) for rows in (ROWS, CUT))
+    of_shares = unlike(whole, part)
+    is_shared = strategy.replicas > strategy.world_size
+    for name in whole:
+        if name in of_shares or (is_shared and name in trial.in_place):
+            yield f"{name} (kept from step to step)"
 
 
 def drawn_by(drawn: Iterable[Drawn], task: Task) -> list[str]:
@@ -342,10 +358,18 @@ class Watch:
         self.inputs: dict[nn.Module, list[Input]] = {}  # of dropout layers, in one step
         self.unlike: set[nn.Module] = set()  # BatchNorms that compute in a way of their own
         self.called: set[nn.Module] = set()
+        self.gathers = False  # whether a step takes what it keeps from all rows of a batch
         self._places: dict[nn.Module, set[int | None]] = {}
 
     def note(self, layer: nn.Module, x: Tensor) -> None:
         self.inputs.setdefault(layer, []).append(Input(current_share.rows, x))
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While a step is computed once more."""
+        before = {layer: [*inputs] for layer, inputs in self.inputs.items()}
+        yield
+        self.inputs = before
 
     def compare(self) -> None:
         """After the steps of one turn."""

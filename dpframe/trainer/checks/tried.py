@@ -18,14 +18,15 @@ from dpframe.devices import memory
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import is_number
 from dpframe.parameters import Watched
-from dpframe.rows import current_share
+from dpframe.rows import current_share, ongoing
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import Replicas
 from dpframe.task import Output, Task, TaskContext
 from dpframe.trainer.checks.draws import Drawn, Draws, NotCompared
+from dpframe.trainer.checks.kept import Kept, kept_in, moving
 from dpframe.trainer.checks.put_back import Unwritten, put_back
 from dpframe.trainer.checks.shares import Gatherable, Gathers, SharesOf, ShareStep
-from dpframe.trainer.checks.statistics import Sums, sums_of_buffers
+from dpframe.trainer.checks.statistics import ALIKE, Sums, sums_of_buffers
 from dpframe.trainer.checks.surroundings import Moment, foreign_states, nothing_tuned
 from dpframe.trainer.compute.placement import default_dtype
 from dpframe.trainer.outputs import Measured, detached, one_loss
@@ -55,6 +56,9 @@ class Tried:
     drawn: list[Drawn] = field(default_factory=list, init=False)
     collate_draws: bool = field(default=False, init=False)
     statistics: dict[Any, Sums] = field(default_factory=dict, init=False)  # by a share's places
+    # Of attributes on which the loss of the next step depends, by the rows of this one.
+    kept: dict[int, dict[str, Kept]] = field(default_factory=dict, init=False)
+    in_place: set[str] = field(default_factory=set, init=False)  # of these
     factors: dict[Any, float] | None = field(default=None, init=False)  # of backwards, likewise
 
     def __post_init__(self) -> None:
@@ -166,6 +170,9 @@ class Tried:
 
     def _step(self, share: Share, task: Task) -> Output:
         draws, states = Draws(self.strategy.device), foreign_states()
+        is_kept = self.is_looked_at and self.trains
+        before = kept_in(task) if is_kept else {}
+        random_state = seeding.random_state() if is_kept else {}
         turn = (self.turn,) if self.turn else ()
         turn_or_none = self.turn if self.trains else None
         of_share = current_share.of(share, task.run_context, turn_or_none)
@@ -185,7 +192,26 @@ class Tried:
             raise NotCompared("the step returns no loss")
         if self.in_training:
             self.statistics[share.places] = sums_of_buffers(task)
+        if is_kept and (names := moving(before, once := kept_in(task))):
+            seeding.restore_random_state(random_state)
+            if self._depends(share, task, output["loss"]):
+                twice = kept_in(task)
+                names &= moving(once, twice)
+                self.kept[share.rows] = {name: once[name] for name in names}
+                self.in_place |= {name for name in names if twice[name].object == once[name].object}
         return output if self.factors is not None else detached(output)
+
+    def _depends(self, share: Share, task: Task, loss: Any) -> bool:
+        """Whether a step of the same rows, and of the same random numbers, has another loss now."""
+        turn = (self.turn,) if self.turn else ()
+        try:
+            of_share = current_share.of(share, task.run_context, self.turn)
+            with of_share, self._unwritten(), ongoing.watch.resting():
+                output = task.step_alone(self.step, share.batch, *turn, **self.named)
+                again = one_loss(output, task, self.step)["loss"]
+        except Exception:
+            return False  # which the run will say
+        return not math.isclose(float(loss), float(again), rel_tol=ALIKE)
 
     def _unwritten(self) -> Any:
         """Where weights are cut, those that a step sees are gathered for it."""

@@ -1,0 +1,81 @@
+"""What a task keeps in plain attributes from step to step, beside its weights and buffers."""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LARGE = 1 << 20  # numbers: larger ones are not looked at
+MANY = 64  # of a list, as many entries are looked at
+DEEP = 3  # containers in one another
+OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
+
+
+class Kept(NamedTuple):
+    """The value of an attribute: which object it is, and what is in it."""
+
+    object: int
+    content: Any
+
+
+def kept_in(task: nn.Module) -> dict[str, Kept]:
+    """By the names of attributes. What torchmetrics keeps is counted over all replicas."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    found = {}
+    for name, module in task.named_modules():
+        if torchmetrics is not None and isinstance(module, torchmetrics.Metric):
+            continue
+        for attribute, value in vars(module).items():
+            if attribute not in OF_MODULES and (content := _content(value)) is not None:
+                found[f"{name}.{attribute}".lstrip(".")] = Kept(id(value), content)
+    return found
+
+
+def moving(before: Mapping[str, Kept], now: Mapping[str, Kept]) -> set[str]:
+    return {name for name, kept in now.items() if _of(before, name) != kept.content}
+
+
+def unlike(whole: Mapping[str, Kept], share: Mapping[str, Kept]) -> set[str]:
+    """Those that hold something else of a share than of all rows."""
+    return {name for name, kept in whole.items() if _of(share, name) != kept.content}
+
+
+def _of(found: Mapping[str, Kept], name: str) -> Any:
+    return found[name].content if name in found else None
+
+
+def _content(value: Any, deep: int = DEEP) -> Any:
+    """None of what is not looked into."""
+    if isinstance(value, bool | int | float | complex | str):
+        return value
+    if isinstance(value, Tensor):
+        return _sum(value) if value.layout is torch.strided and value.numel() <= LARGE else None
+    if isinstance(value, set):
+        return len(value)
+    if isinstance(value, list | tuple | deque | dict) and deep:
+        parts = value.values() if isinstance(value, dict) else value
+        return len(value), tuple(_content(part, deep - 1) for part in islice(parts, MANY))
+    if isinstance(value, torch.Generator):
+        return float(value.get_state().double().sum())
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return _of_numpy(value)
+    return None
+
+
+def _sum(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), complex(tensor.detach().cpu().to(torch.complex128).sum())
+
+
+def _of_numpy(value: Any) -> Any:
+    if hasattr(value, "bit_generator"):
+        return repr(value.bit_generator.state)
+    if hasattr(value, "nbytes") and value.dtype.kind in "biufc" and value.size <= LARGE:
+        return tuple(value.shape), complex(value.sum())
+    return None
