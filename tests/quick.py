@@ -34,6 +34,7 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_what_moves_by_a_replicas_rows_is_named",
     "test_rows_that_can_not_be_told_are_asked_for",
     "test_rows_are_counted_as_the_user_says",
     "test_a_batch_that_fits_is_computed_as_a_whole",

@@ -34,6 +34,11 @@ class Reset(Small):
             self.net[-1].reset_parameters()
 
 
+def reset(trainer: Trainer) -> None:
+    if trainer.global_step == 11:
+        trainer.task.net[-1].reset_parameters()
+
+
 class Normed(Small):
     """Its ranks draw for dropout and keep statistics of their own."""
 
@@ -93,7 +98,7 @@ NOISE = [Hooks(on_step_end=noise)]
 ROUNDED = changes(lambda weight: weight.mul_(1 + 1e-6))
 # Settings, and in which weight and after which step it is noticed; an epoch has five steps.
 NOTICED: dict[str, tuple[dict[str, Any], str, int]] = {
-    "weights that a hook draws again": ({"make": Reset}, "net.3.weight", 20),
+    "weights that a hook draws again": ({"callbacks": [Hooks(on_step_end=reset)]}, "net.3.weight", 20),
     "noise of each rank": ({"callbacks": NOISE}, FIRST, 5),
     "of logical shares": (
         {"callbacks": changes(torch.relu_), "logical_replicas": 2}, FIRST, 5,
@@ -122,6 +127,7 @@ NOTICED: dict[str, tuple[dict[str, Any], str, int]] = {
 }  # fmt: skip
 HEALTHY: dict[str, dict[str, Any]] = {
     "layers and weights of all kinds": {"make": Normed},
+    "weights that are drawn again as an epoch begins": {"make": Reset},
     "noise that is drawn alike": {"callbacks": [Hooks(on_step_end=alike)]},
     "zeros of two signs": {"make": partial(OfFew, torch.float32), "callbacks": [
         Hooks(on_fit_start=lambda trainer: trainer.task.few.data.zero_()),
@@ -212,3 +218,15 @@ def test_one_process_and_a_strategy_that_says_nothing_are_not_asked(monkeypatch)
     for kind in (CPU, DataParallel):
         fitted(strategy=kind(None if kind is CPU else 2), max_epochs=1)
     assert DDP.has_alike_weights and not (Strategy.has_alike_weights or FSDP.has_alike_weights)
+
+
+def drawn_again(strategy: Strategy) -> Any:
+    torch.manual_seed(0)
+    return fitted(Reset(), strategy=strategy, precision="64", max_epochs=4).task.state_dict()
+
+
+def test_hooks_of_an_epoch_draw_the_same_on_any_number_of_replicas():
+    wanted = drawn_again(CPU())
+    for strategy in (DataParallel(2, "cpu"), DDP(2, "cpu")):
+        found = on(strategy, drawn_again)
+        assert all(torch.allclose(found[key], wanted[key], rtol=0, atol=1e-12) for key in wanted)

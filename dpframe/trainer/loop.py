@@ -278,14 +278,15 @@ class Trainer(CallbackView):
     def _train_epoch(self, training: Training) -> None:
         progress, hooks, calendar = self.progress, self.hooks, training.calendar
         means, left_out, profile = training.means, training.left_out, training.profile
-        # Each process draws its own, e.g. for dropout. They follow from the epoch, so that a
-        # checkpoint between two epochs needs no random state.
-        if progress.batches_done == 0:
-            seed = seeding.mix(self.seed, self.placed.draws_as, progress.epoch)
-            seeding.reseed(seed, self.strategy.local_devices)
+        # In these hooks all processes draw the same, and then each its own, e.g. for dropout. They
+        # follow from the epoch, so that a checkpoint between two epochs needs no random state.
+        if is_new := progress.batches_done == 0:
+            self._seed(progress.epoch)
         if not self.task.training:
             self.task.train()
         hooks.call("on_epoch_start", self)
+        if is_new and self.placed.draws_as:
+            self._seed(progress.epoch, self.placed.draws_as)
         if training.later is not None:  # these hooks may have changed layers and their modes
             look_again(training.later, training, self.placed, progress.epoch)
         for batches in training.feed.steps(progress):  # those of one update
@@ -423,6 +424,9 @@ class Trainer(CallbackView):
         self.progress.validated_step = self.progress.global_step
         return means
 
+    def _seed(self, epoch: int, process: int = 0) -> None:
+        seeding.reseed(seeding.mix(self.seed, process, epoch), self.strategy.local_devices)
+
     def _poll(self, training: Training) -> bool:
         """Whether to stop: by the clock, a signal, or as a hook of any process wishes. Asked a few
         times a second, where several processes log, and around validations and epochs."""
@@ -443,9 +447,8 @@ class Trainer(CallbackView):
             self._reopen(training, state["progress"]["logged"])
         else:
             self.recorder.open(self.strategy)
-            # From here on every process draws its own random numbers, e.g. in on_fit_start.
-            seed = seeding.mix(self.seed, self.placed.draws_as)
-            seeding.seed_everything(seed, self.strategy.local_devices)
+            # All processes draw the same in on_fit_start.
+            seeding.seed_everything(seeding.mix(self.seed, 0), self.strategy.local_devices)
         if self.strategy.is_main:
             training.feed.warn_of_a_short_batch()
             for level, note in told(training, self.settings, self.callbacks):
