@@ -94,11 +94,11 @@ def swap(weight: Tensor) -> None:
     weight[[0, 1]] = weight[[1, 0]]
 
 
-NOISE = [Hooks(on_step_end=noise)]
+NOISE, RESET = [Hooks(on_step_end=noise)], [Hooks(on_step_end=reset)]
 ROUNDED = changes(lambda weight: weight.mul_(1 + 1e-6))
 # Settings, and in which weight and after which step it is noticed; an epoch has five steps.
 NOTICED: dict[str, tuple[dict[str, Any], str, int]] = {
-    "weights that a hook draws again": ({"callbacks": [Hooks(on_step_end=reset)]}, "net.3.weight", 20),
+    "weights that a hook draws again": ({"callbacks": RESET}, "net.3.weight", 20),
     "noise of each rank": ({"callbacks": NOISE}, FIRST, 5),
     "of logical shares": (
         {"callbacks": changes(torch.relu_), "logical_replicas": 2}, FIRST, 5,
