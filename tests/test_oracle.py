@@ -101,7 +101,9 @@ def test_killed_after_any_step_a_run_ends_as_if_nothing_had_happened(tmp_path, r
         step = int(resumed.read_text()) if resumed.exists() else 0
         assert step <= chain[-1][0]
         skipped = step // 4 * ROWS + step % 4 * 8  # an epoch has four steps, of 8 8 8 2 rows
-        assert len(rows_read_to_the_end(directory)) == 3 * ROWS - skipped, chain
+        # The first batch is read once more, as its rows are seen to draw.
+        again = min(8, ROWS - step % 4 * 8) if step < STEPS else 0
+        assert len(rows_read_to_the_end(directory)) == 3 * ROWS - skipped + again, chain
 
 
 @pytest.mark.parametrize("bug", ["no random state", "two batches skipped"])
