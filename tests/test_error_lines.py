@@ -229,7 +229,7 @@ def test_a_gpu_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     replicas = f"{strategy.replicas} replica"
     assert re.match(
         r"cuda:\d is out of memory in training: \d+\.\d of \d+\.\d GiB are in use, at most \d+\.\d "
-        rf"GiB by this process's tensors; batch 12 = {replicas}.*; set data\.batch_size=6 ",
+        rf"GiB by this process's tensors; batch 12 = {replicas}.*; set trainer\.micro_batch=",
         str(caught.value),
     )
     assert "OutOfMemoryError" in caught.value.details
