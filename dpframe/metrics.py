@@ -1,6 +1,7 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -244,6 +245,12 @@ def _read(state: Mapping[str, Any], zero: Number) -> Sums:
 def fraction(of: Tensor) -> Tensor:
     """The mean of true and false, e.g. an accuracy, in the widest type that the device has."""
     return of.to(torch.float64 if has_float64(of.device) else torch.float32).mean()
+
+
+def is_metric(module: Any) -> bool:
+    """Whether it is one of torchmetrics, whose states are attributes."""
+    torchmetrics = sys.modules.get("torchmetrics")  # who holds one has imported it
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
 def is_number(value: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 LARGE_BYTES = 1 << 26  # that are copied, of all tensors and arrays
 MANY = 1000  # of a list or a dict with more entries than that, these are not copied
 MOST = 100_000  # objects
+OF_MODULES = {*vars(nn.Module())}  # torch's own attributes of each, e.g. a dict of its buffers
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, type)
 HELD = (Iterator, IOBase, type(Lock()), type(RLock()))  # an object with one has no copy

@@ -1,7 +1,6 @@
 """One process, N devices: each replica computes its own loss, autograd sums the gradients."""
 
 import contextvars
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from dpframe.data import Share, move, split
+from dpframe.data.copies import OF_MODULES
 from dpframe.errors import UserError
+from dpframe.metrics import is_metric
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import announce
 
@@ -94,7 +95,8 @@ class Replicas(nn.Module):
         if self._needs_thread():
             return Thread(partial(self.forward, shares, *args)).result()
         steps = [partial(self.module, share, *args) for share in shares]
-        parts = [part for part in self.parts if not _is_metric(part)]
+        # A metric counts the rows of all replicas.
+        parts = [part for part in self.parts if not is_metric(part)]
         with Own(parts, self.buffers_at, len(steps)) as own:
             with Meeting(steps, take_turn=own.use) as meeting:
                 first = steps[0]()
@@ -179,21 +181,12 @@ class Own:
         self._user = replica
 
 
-OF_MODULES = set(vars(nn.Module()))  # attributes that every module has, e.g. a dict of its buffers
-
-
 def _copy_of(space: dict[str, Any]) -> dict[str, Any]:
     """With dicts of its own for parameters, buffers and modules, which a step may exchange."""
     return {
         name: value.copy() if name in OF_MODULES and isinstance(value, dict) and value else value
         for name, value in space.items()
     }
-
-
-def _is_metric(module: nn.Module) -> bool:
-    """One of torchmetrics counts the rows of all replicas here."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

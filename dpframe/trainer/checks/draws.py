@@ -46,7 +46,8 @@ class Draws(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "__get__":  # an attribute
             return function(*args, **kwargs)
-        self._note_unseen()
+        if not all(map(torch.equal, self._known, now := self._states())):
+            self._note_unseen(now)
         result = function(*args, **kwargs)
         generator, now = kwargs.get("generator"), self._states()
         has_drawn = any(not torch.equal(a, b) for a, b in zip(self._known, now, strict=True))
@@ -57,12 +58,10 @@ class Draws(TorchFunctionMode):
         self._known = now
         return result
 
-    def _note_unseen(self) -> None:
+    def _note_unseen(self, now: list[Tensor]) -> None:
         """What was drawn by no function that a mode sees, e.g. in a scripted module; to set a seed,
         or a state of before, draws nothing."""
-        now, seed = self._states(), torch.initial_seed()
-        if all(map(torch.equal, self._known, now)):
-            return
+        seed = torch.initial_seed()
         is_set = seed != self._seed or any(all(map(torch.equal, was, now)) for was in self._before)
         if not is_set:
             self.seen.append(Drawn("a call outside of torch's functions", None, _calling_module()))

@@ -1,7 +1,6 @@
 """What a task keeps in plain attributes from step to step, beside its weights and buffers."""
 
 import random
-import sys
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
@@ -10,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpframe.data.copies import OF_MODULES
+from dpframe.metrics import is_metric
+
 LARGE = 1 << 20  # numbers: larger ones are not looked at
 MANY = 64  # of a list, as many entries are looked at
 DEEP = 3  # containers in one another
-OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
 
 
 class Kept(NamedTuple):
@@ -25,10 +26,9 @@ class Kept(NamedTuple):
 
 def kept_in(task: nn.Module) -> dict[str, Kept]:
     """By the names of attributes. What torchmetrics keeps is counted over all replicas."""
-    torchmetrics = sys.modules.get("torchmetrics")
     found = {}
     for name, module in task.named_modules():
-        if torchmetrics is not None and isinstance(module, torchmetrics.Metric):
+        if is_metric(module):
             continue
         for attribute, value in vars(module).items():
             if attribute not in OF_MODULES and (content := _content(value)) is not None:

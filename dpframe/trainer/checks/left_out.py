@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpframe.data.copies import OF_MODULES
 from dpframe.errors import Failure
 from dpframe.parameters import updated_by
 from dpframe.task import Task
-from dpframe.trainer.checks.put_back import OF_MODULES
 from dpframe.trainer.optim.step import OptimizerStep
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings

@@ -7,14 +7,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpframe.data.copies import PLAIN, Copies
+from dpframe.data.copies import OF_MODULES, PLAIN, Copies
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
 
-OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
 FLAGS = {"requires_grad_", "detach_", "share_memory_"}  # which change no numbers
 
 

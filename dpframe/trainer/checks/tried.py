@@ -26,7 +26,7 @@ from dpframe.trainer.checks.draws import Drawn, Draws, NotCompared
 from dpframe.trainer.checks.kept import Kept, kept_in, moving
 from dpframe.trainer.checks.put_back import Unwritten, put_back
 from dpframe.trainer.checks.shares import Gatherable, Gathers, SharesOf, ShareStep
-from dpframe.trainer.checks.statistics import ALIKE, Sums, sums_of_buffers
+from dpframe.trainer.checks.statistics import Sums, sums_of_buffers
 from dpframe.trainer.checks.surroundings import Moment, foreign_states, nothing_tuned
 from dpframe.trainer.compute.placement import default_dtype
 from dpframe.trainer.outputs import Measured, detached, one_loss
@@ -34,6 +34,8 @@ from dpframe.trainer.outputs import Measured, detached, one_loss
 ROWS = 5
 BRIEF_SECONDS = 0.5
 FOREIGN = "Python's or NumPy's random numbers"
+
+AGAIN = 1e-6  # of a loss that is computed twice
 
 
 @dataclass
@@ -173,12 +175,7 @@ class Tried:
         is_kept = self.is_looked_at and self.trains
         before = kept_in(task) if is_kept else {}
         random_state = seeding.random_state() if is_kept else {}
-        turn = (self.turn,) if self.turn else ()
-        turn_or_none = self.turn if self.trains else None
-        of_share = current_share.of(share, task.run_context, turn_or_none)
-        with of_share, self._unwritten(), draws:
-            output = task.step_alone(self.step, share.batch, *turn, **self.named)
-            output = one_loss(output, task, self.step)
+        output = self._called(share, task, draws)
         seen = draws.seen
         if foreign_states() != states:
             seen.append(Drawn(FOREIGN, None, None))
@@ -201,17 +198,21 @@ class Tried:
                 self.in_place |= {name for name in names if twice[name].object == once[name].object}
         return output if self.factors is not None else detached(output)
 
+    def _called(self, share: Share, task: Task, within: AbstractContextManager[Any]) -> Output:
+        turn = (self.turn,) if self.turn else ()
+        turn_or_none = self.turn if self.trains else None
+        of_share = current_share.of(share, task.run_context, turn_or_none)
+        with of_share, self._unwritten(), within:
+            output = task.step_alone(self.step, share.batch, *turn, **self.named)
+            return one_loss(output, task, self.step)
+
     def _depends(self, share: Share, task: Task, loss: Any) -> bool:
         """Whether a step of the same rows, and of the same random numbers, has another loss now."""
-        turn = (self.turn,) if self.turn else ()
         try:
-            of_share = current_share.of(share, task.run_context, self.turn)
-            with of_share, self._unwritten(), ongoing.watch.resting():
-                output = task.step_alone(self.step, share.batch, *turn, **self.named)
-                again = one_loss(output, task, self.step)["loss"]
+            again = self._called(share, task, ongoing.watch.resting())["loss"]
         except Exception:
             return False  # which the run will say
-        return not math.isclose(float(loss), float(again), rel_tol=ALIKE)
+        return not math.isclose(float(loss), float(again), rel_tol=AGAIN)
 
     def _unwritten(self) -> Any:
         """Where weights are cut, those that a step sees are gathered for it."""

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from dpframe.checkpoint.plain import PLAIN
 from dpframe.data import generators
-from dpframe.data.copies import LARGE_BYTES
+from dpframe.data.copies import LARGE_BYTES, OF_MODULES
 from dpframe.parameters import version_of
 from dpframe.task import Task
-from dpframe.trainer.checks.put_back import OF_MODULES
 
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
 DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"
