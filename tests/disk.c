@@ -50,13 +50,14 @@ static int is_watched(int fd, const char *path) {
 /* Whether this is the change to die at. */
 static int is_due(const char *what, int fd, const char *path) {
     if (!is_watched(fd, path)) return 0;
-    ++count;
+    /* By one operation: another thread's change may come before the comparison below. */
+    long number = __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
     if (noted >= 0) {
         char full[PATH_MAX] = "", link[64];
         if (!path) { snprintf(link, sizeof link, "/proc/self/fd/%d", fd); readlink(link, full, sizeof full - 1); path = full; }
-        dprintf(noted, "%ld %s %s\n", count, what, path);
+        dprintf(noted, "%ld %s %s\n", number, what, path);
     }
-    return left > 0 && count == left;
+    return left > 0 && number == left;
 }
 
 static void die(void) { kill(getpid(), SIGKILL); pause(); }
