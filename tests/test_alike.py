@@ -1,7 +1,8 @@
 """Weights of ranks that are no longer the same: noticed, whatever has pulled them apart."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from recorded import once
 from small import Adam, Hooks, Rows, Small, fitted
 from torch import Tensor, nn
 
-from dpframe import Callback, Strategy, Trainer, UserError
+from dpframe import Callback, Strategy, Task, Trainer, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
@@ -140,22 +141,31 @@ WARNED = {
 }
 
 
-def outcome(strategy: DDP, settings: dict[str, Any]) -> tuple[str, list[str], int]:
-    """The error, the warnings of this rank, and the steps that were made."""
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The warnings of this rank."""
     warnings = list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    steps = Hooks()
-    given = {"max_epochs": 4, **settings, "callbacks": [*settings.get("callbacks", ()), steps]}
     logging.getLogger("dpframe").addHandler(handler)
     try:
-        fitted(data=Rows(20, 4, val=False), strategy=strategy, **given)
-        said = ""
-    except UserError as error:
-        said = str(error)
+        yield warnings
     finally:
         logging.getLogger("dpframe").removeHandler(handler)
-    told = [each for each in warnings if not each.endswith("this changes the curve")]
+
+
+def outcome(strategy: DDP, settings: dict[str, Any]) -> tuple[str, list[str], int]:
+    """The error, the warnings of this rank, and the steps that were made."""
+    steps = Hooks()
+    given = {"max_epochs": 4, **settings, "callbacks": [*settings.get("callbacks", ()), steps]}
+    said = ""
+    with warned() as warnings:
+        try:
+            fitted(data=Rows(20, 4, val=False), strategy=strategy, **given)
+        except UserError as error:
+            said = str(error)
+    draws = " draws random numbers, which are others on each rank"
+    told = [w for w in warnings if not w.endswith("this changes the curve") and draws not in w]
     return said, told, max(steps.steps("on_step_end"), default=0)
 
 
@@ -218,6 +228,57 @@ def test_one_process_and_a_strategy_that_says_nothing_are_not_asked(monkeypatch)
     for kind in (CPU, DataParallel):
         fitted(strategy=kind(None if kind is CPU else 2), max_epochs=1)
     assert DDP.has_alike_weights and not (Strategy.has_alike_weights or FSDP.has_alike_weights)
+
+
+class Mixed(Small):
+    """A batch is mixed by a number that a hook draws."""
+
+    generator: torch.Generator | None = None
+
+    def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
+        for share in batch.shares:
+            share.batch[0].mul_(torch.rand(1, generator=self.generator))
+
+
+class MixedAlike(Mixed):
+    def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
+        self.generator = torch.Generator().manual_seed(trainer.global_step)
+        super().on_batch_start(trainer, batch)
+
+
+def of_mixed(strategy: DDP) -> list[list[tuple[str, list[str]]]]:
+    def of(task: Task, **settings: Any) -> tuple[str, list[str]]:
+        with warned() as warnings:
+            try:
+                fitted(task, strategy=strategy, max_epochs=2, **settings)
+            except UserError as error:
+                return str(error), warnings
+        return "", warnings
+
+    once_later = Hooks(on_step_end=lambda t: t.global_step == 5 and torch.rand(1))
+    cases = [
+        of(Mixed()),
+        of(Mixed(), share_check="strict"),
+        of(MixedAlike()),
+        of(Small(), callbacks=[once_later]),
+        of(Mixed(), share_check="off"),
+        of(Mixed(), logical_replicas=2),
+    ]
+    return strategy.collectives.gather(cases)
+
+
+def test_a_hook_of_a_batch_or_a_step_that_draws_is_told_once():
+    said = (
+        "{} draws random numbers, which are others on each rank, so that the curve is another one "
+        "if it depends on them: draw from a torch.Generator that all ranks seed alike, e.g. by "
+        "trainer.global_step"
+    )
+    mixed = said.format("Mixed.on_batch_start")
+    main, other = on(DDP(2, "cpu"), of_mixed)
+    quiet: tuple[str, list[str]] = ("", [])
+    later = said.format("Hooks.on_step_end")
+    assert main == [("", [mixed]), (mixed, []), quiet, ("", [later]), quiet, quiet]
+    assert other == [quiet, (mixed, []), quiet, quiet, quiet, quiet]
 
 
 def drawn_again(strategy: Strategy) -> Any:

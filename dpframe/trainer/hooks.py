@@ -23,7 +23,9 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
+from dpframe.trainer.checks.hook_draws import WITHIN_EPOCH, heard
 from dpframe.trainer.profile import timed
+from dpframe.trainer.settings import TrainerSettings
 
 Hook = Callable[..., None]
 AROUND_VALIDATION = (
@@ -49,8 +51,7 @@ class Hooks:
         task: Task,
         callbacks: Sequence[Callback],
         strategy: Strategy,
-        *,
-        is_profiled: bool = False,
+        settings: TrainerSettings,
     ) -> None:
         """`callbacks` are in their order: see `in_order`."""
         self._task = task
@@ -63,9 +64,16 @@ class Hooks:
             readers = [c for c in callbacks if c.runs_last or c.reads_metrics]
             others = callbacks[: len(callbacks) - len(readers)]
             self._lists = overridden([task, *others, self.log_check, *readers])
+        check = settings.share_check
+        if strategy.world_size > 1 and check != "off" and not strategy.logical_shares:
+            for name in WITHIN_EPOCH:
+                hooks = self._lists[name]
+                self._lists[name] = [
+                    hook if is_own(hook) else heard(hook, name, strategy, check) for hook in hooks
+                ]
         for name, hooks in self._lists.items():
             self._lists[name] = [
-                timed("callbacks", hook, is_profiled=is_profiled) for hook in hooks
+                timed("callbacks", hook, is_profiled=settings.profile) for hook in hooks
             ]
 
     def __getitem__(self, name: str) -> list[Hook]:

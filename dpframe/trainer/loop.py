@@ -132,7 +132,7 @@ class Trainer(CallbackView):
             is_compiled=settings.compile_mode is not None,
             end_share=metrics.end_share,
         )
-        self.hooks = Hooks(task, self.callbacks, strategy, is_profiled=settings.profile)
+        self.hooks = Hooks(task, self.callbacks, strategy, settings)
         own_loggers = strategy.logger(loggers)
         self.recorder = Recorder(own_loggers, self.run, is_profiled=settings.profile)
         self.placed = Placed(task, data, strategy, self.seed, self.precision, metrics, interruption)
