@@ -816,6 +816,26 @@ def test_rows_that_count_nothing_tell_nothing():
     assert judged(tiny).refusal == ""
 
 
+class Penalty(Small):
+    """On the slope of a network that sees the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x = batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return {"loss": slope.square().sum(dim=1).mean()}
+
+
+def test_a_gradient_within_a_step_through_what_it_gathers_is_refused_with_its_cause():
+    with pytest.raises(UserError, match="it takes a gradient through what it gathers") as error:
+        fitted(Penalty(), strategy=TWO(), precision="64", batch_norm="global")
+    assert "LayerNorm; trainer.share_check=warn trains anyway" in str(error.value)
+    fitted(Penalty(), data=Rows(val=False), strategy=TWO(), precision="64", max_steps=1)
+
+
 # On one process
 
 

@@ -20,6 +20,7 @@ from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.own import Own
 from dpframe.trainer.checks.surroundings import moments
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
+from dpframe.trainer.checks.tried import INNER
 from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.turns import Turns
@@ -113,7 +114,7 @@ def warn_alone(trial: Trial, source: Any) -> None:
     except NotCompared:
         return
     for each in found:
-        way = trial.broadcast or (
+        way = trial.likely or (
             "that is right for one that compares rows, e.g. a contrastive loss; else return the "
             'mean over rows, or its "weight" (tokens, boxes)'
         )
@@ -211,7 +212,8 @@ def judge(
         for each in found:
             said = _described(each, trial, monitored)
             if each.name == "loss" and trial.trains and mode != "warn":
-                ways = "; ".join(filter(None, [trial.broadcast, WAYS, TRAIN_ANYWAY]))
+                other = "" if trial.likely == INNER else WAYS
+                ways = "; ".join(filter(None, [trial.likely, other, TRAIN_ANYWAY]))
                 refusal = refusal or f"{said}; {ways}"
             elif mode == "strict":
                 refusal = refusal or f"{said}; trainer.share_check=on warns of it"

@@ -50,9 +50,16 @@ class SharesOf:
 class Gatherable(SharesOf):
     """Shares that a step may gather."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
-        self.gather_rows = DataParallel().gather_rows  # type: ignore[method-assign]
+    is_differentiated = False  # within a step
+
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        gathered = DataParallel().gather_rows(x, total)
+        if gathered.requires_grad and gathered is not x:
+            gathered.register_hook(self._note)
+        return gathered
+
+    def _note(self, gradient: Tensor) -> None:
+        self.is_differentiated |= bool(current_share.rows)
 
 
 class ShareStep(nn.Module):

@@ -56,7 +56,6 @@ class Trial(Tried):
     gradients_left_out: str = field(default="", init=False)  # why
     not_compared: list[str] = field(default_factory=list, init=False)  # at a later step
     is_told: bool = field(default=False, init=False)  # by any rows
-    broadcast: str = field(default="", init=False)  # what may make the loss another one
     keeps: set[str] = field(default_factory=set, init=False)  # modules with statistics of a share's
 
     def differences(self, source: Any) -> list[Difference]:
@@ -80,7 +79,7 @@ class Trial(Tried):
                 first = first or samples
                 apart = self._apart_in_a_mode(samples, source.collate)
                 if any(each.name == "loss" for each in apart):
-                    self.broadcast = self._broadcast(samples, source.collate)
+                    self.likely = self.likely or self._broadcast(samples, source.collate)
                 found = {each.name: each for each in apart} | found
             for epoch, step in self.later if self.moment.is_asked else ():
                 self.moment = Moment(epoch, step)
@@ -104,8 +103,8 @@ class Trial(Tried):
         return picked(dataset, ROWS, only_spread=True, refuse_late=self.refuse_late)
 
     def _broadcast(self, samples: Any, collate: Any) -> str:
-        if self.broadcast or self.strategy.sharding is not None:  # of processes, one may be here
-            return self.broadcast
+        if self.strategy.sharding is not None:  # of processes, one may be here
+            return ""
         with Broadcasts(ROWS) as broadcasts, suppress(Exception):
             self.measured(samples, [range(ROWS)], collate)
         return broadcasts.first

@@ -34,6 +34,11 @@ from dpframe.trainer.outputs import Measured, detached, one_loss
 ROWS = 5
 BRIEF_SECONDS = 0.5
 FOREIGN = "Python's or NumPy's random numbers"
+INNER = (
+    "it takes a gradient through what it gathers (trainer.batch_norm=global, self.all_gather), of "
+    "which a share has that of its own rows alone: take it through layers that see a row alone, "
+    "e.g. GroupNorm or LayerNorm"
+)
 
 AGAIN = 1e-6  # of a loss that is computed twice
 
@@ -61,6 +66,7 @@ class Tried:
     # Of attributes on which the loss of the next step depends, by the rows of this one.
     kept: dict[int, dict[str, Kept]] = field(default_factory=dict, init=False)
     in_place: set[str] = field(default_factory=set, init=False)  # of these
+    likely: str = field(default="", init=False)  # what makes the loss another one
     factors: dict[Any, float] | None = field(default=None, init=False)  # of backwards, likewise
 
     def __post_init__(self) -> None:
@@ -122,7 +128,7 @@ class Tried:
         """As replicas that gather each other's rows, in turns."""
         if self.strategy.sharding is not None:
             raise NotCompared(f"it gathers rows, and {self.strategy.name} keeps parts of weights")
-        with self._trying(Gatherable(self.strategy)):
+        with self._trying(strategy := Gatherable(self.strategy)):
             made = [make() for make in shares]
             tasks = {
                 share.places: self._copied() if n else self.task for n, share in enumerate(made)
@@ -131,6 +137,7 @@ class Tried:
             replicas = Replicas(step, [torch.device("cpu")] * len(made))
             with default_dtype(self.dtype):  # once: the replicas have threads
                 results: list[Measured] = replicas(made)
+                self.likely = INNER if strategy.is_differentiated else self.likely
                 return self._differentiated(results, made)
 
     def _differentiated(self, results: list[Measured], shares: list[Share]) -> list[Measured]:
