@@ -41,7 +41,7 @@ def of_rows(places: Sequence[int], total: int = ROWS, *, seed: int = 0, batch: i
 def by_row(layer: nn.Module, dim: int = 0) -> Any:
     task = nn.Sequential(copy.deepcopy(layer))
     convert(task, batch_norm=False, dropout=True)
-    task[0].row_dim = dim
+    task[0].row_dim, task[0].row_blocks = dim, True
     return task[0]
 
 

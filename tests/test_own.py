@@ -224,6 +224,37 @@ def test_a_dropout_layer_that_the_trial_has_not_called_says_so_once_when_it_is(c
         assert [each.getMessage() for each in caplog.records] == lines
 
 
+class Repeated(Late):
+    """From the second epoch on it sees each row twice, in turns."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        times = 2 if self.is_later else 1
+        self.step = lambda task, x: task.later(x.repeat(times, 1))[: len(x)]
+        return Layers.training_step(self, batch)
+
+
+def test_rows_that_come_several_times_as_they_did_not_in_the_trial_are_told_once(caplog):
+    fitted(Repeated(), strategy=TWO(), dropout="row", max_epochs=3)
+    assert [each.getMessage() for each in caplog.records] == [
+        "later: its dropout is each replica's own, as the trial before the run has not given it "
+        "several of a row"
+    ]
+
+
+def deepen(trainer: Any) -> None:
+    trainer.task.rnn.dropout = 0.5 * (trainer.epoch > 0)
+
+
+def test_dropout_that_a_hook_turns_on_within_a_layer_is_named_once(caplog):
+    task = Layers(lambda task, x: task.rnn(x[None])[0][0])
+    task.rnn = nn.LSTM(8, 8, num_layers=2)
+    deep = [Hooks(on_epoch_start=deepen)]
+    made = fitted(task, strategy=TWO(), max_epochs=4, exact_layers=True, callbacks=deep)
+    assert made.training.own == ""
+    line = f"from epoch 2 on: {OWN}rnn (LSTM's own dropout); this changes the curve"
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [line]
+
+
 def thaw(trainer: Any) -> None:
     if trainer.epoch == 1:
         trainer.task.own["norm"].train()

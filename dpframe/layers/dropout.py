@@ -67,7 +67,8 @@ def keep_rows(x: Tensor, p: float, dim: int, layer: int, *, channels: bool = Fal
     if x.shape[dim] % rows:
         raise UserError(
             f"dropout by row got a tensor of shape {tuple(x.shape)} for a share of {rows} rows; "
-            f"make these rows, or a multiple of them, its dimension {dim}"
+            f"make these rows, or a multiple of them, its dimension {dim}, e.g. drop before "
+            "self.all_gather"
         )
     sizes = [*x.shape[: dim + 2]] if channels else [*x.shape]
     shape = sizes + [1] * (x.ndim - len(sizes))

@@ -22,7 +22,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ALPHAS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 # By how many dimensions their inputs have.
 BY_CHANNEL = {nn.Dropout1d: (3,), nn.Dropout2d: (3, 4), nn.Dropout3d: (5,)}
-OWN_NAMES = {"key", "row_dim", "row_name", "row_told"}  # attributes of RowDropout
+OWN_NAMES = {"key", "row_dim", "row_blocks", "row_name", "row_told"}  # attributes of RowDropout
 DROPOUTS = (nn.Dropout, *BY_CHANNEL, *ALPHAS)
 
 
@@ -78,6 +78,7 @@ class RowDropout(Exact):
     """A dropout layer that drops each row in the same way on any number of replicas."""
 
     row_dim: int | None  # the dimension of its input that is the rows; None: nothing has told
+    row_blocks: bool  # whether a block of it is known to be a row, not each place alone
     key: int
     row_name: str
     row_told: list[str]  # what it is that has told that it is each replica's own
@@ -89,7 +90,7 @@ class RowDropout(Exact):
         if not self.training or not self.p:
             return super().forward(x)
         is_outside = not (torch.compiler.is_compiling() or current_share.rows or is_backward())
-        if self.row_dim is None or is_outside:
+        if self.row_dim is None or is_outside or not self._has_known_rows(x):
             if not (is_outside or self.row_told or torch.compiler.is_compiling()):
                 self._tell()
             return super().forward(x)
@@ -105,14 +106,21 @@ class RowDropout(Exact):
             return x.mul_(kept.to(x.dtype) * scale(self.p))
         return torch.where(kept, x * scale(self.p), 0.0)
 
+    def _has_known_rows(self: Any, x: Tensor) -> bool:
+        """Rows that are repeated may come in turns, or as blocks of the same one."""
+        if self.row_blocks or torch.compiler.is_compiling():
+            return True
+        times, rest = divmod(x.shape[self.row_dim], current_share.rows)
+        return times == 1 or rest > 0  # which keep_rows refuses
+
     def _tell(self: Any) -> None:
-        """Of a layer that the trial has not met, e.g. of a later epoch."""
+        """Of a layer that the trial has not met so, e.g. of a later epoch."""
         self.row_told.append("the step")
         strategy = current_share.context.strategy
         if strategy is not None and strategy.replicas > 1 and strategy.is_main:
             log.warning(
                 f"{self.row_name}: its dropout is each replica's own, as the trial before the run "
-                "has not called it"
+                f"has not {'called it' if self.row_dim is None else 'given it several of a row'}"
             )
 
     def takes(self, dim: int, ndim: int) -> bool:
@@ -127,7 +135,7 @@ class RowDropout(Exact):
 def convert(task: nn.Module, *, batch_norm: bool, dropout: bool) -> None:
     """Gives the layers of a task these classes, or their own ones again."""
     for name, module in task.named_modules():
-        dims = vars(module).get("row_dim")
+        known = vars(module).get("row_dim"), vars(module).get("row_blocks", False)
         if isinstance(module, Exact):
             _become(module, own_class(module))
             for each in OWN_NAMES & vars(module).keys():
@@ -138,8 +146,8 @@ def convert(task: nn.Module, *, batch_norm: bool, dropout: bool) -> None:
             _become(module, put_before(GlobalBatchNorm, Synced if is_synced else kind))
         elif dropout and isinstance(module, DROPOUTS) and is_torchs(module):
             _become(module, put_before(RowDropout, kind))
-            own = {"key": crc32(name.encode()), "row_dim": dims}
-            vars(module).update(own, row_name=name, row_told=[])
+            own = {"key": crc32(name.encode()), "row_name": name, "row_told": []}
+            vars(module).update(own, row_dim=known[0], row_blocks=known[1])
 
 
 def drops_by_row(task: nn.Module) -> bool:

@@ -147,19 +147,21 @@ def _make_exact(task: Task, course: Course) -> None:
     """Its BatchNorm and dropout layers are those of a run."""
     settings = course.settings
     convert(task, batch_norm=settings.has_global_batch_norm, dropout=settings.drops_by_row)
-    dims = _rows_of_layers(course) if settings.drops_by_row else {}
+    places = _rows_of_layers(course) if settings.drops_by_row else {}
     for name, module in task.named_modules():
         if isinstance(module, RowDropout):
-            module.row_dim = dims[name]
+            module.row_dim, module.row_blocks = places[name]
 
 
 @lru_cache(maxsize=8)
-def _rows_of_layers(course: Course) -> dict[str, int | None]:
-    """Which dimension of its input is the rows, for each layer that drops by row."""
+def _rows_of_layers(course: Course) -> dict[str, tuple[int | None, bool]]:
+    """Which dimension of its input is the rows, for each layer that drops by row, and whether a
+    block of it is one."""
     task, data = course.build()
     with CPU() as strategy:
         Trainer(task, data, strategy=strategy, settings=course.settings).prepare()
-    return {n: m.row_dim for n, m in task.named_modules() if isinstance(m, RowDropout)}
+    layers = ((name, m) for name, m in task.named_modules() if isinstance(m, RowDropout))
+    return {name: (layer.row_dim, layer.row_blocks) for name, layer in layers}
 
 
 def _step(task: Task, share: Share) -> Any:

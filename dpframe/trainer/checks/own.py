@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
@@ -26,7 +25,7 @@ from dpframe.layers.exact import (
     convert,
     is_torchs,
 )
-from dpframe.rows import current_share, ongoing
+from dpframe.rows import ongoing
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
@@ -35,6 +34,7 @@ from dpframe.trainer.checks.kept import unlike
 from dpframe.trainer.checks.surroundings import Moment, moments
 from dpframe.trainer.checks.trial import CUT, Trial
 from dpframe.trainer.checks.tried import ROWS
+from dpframe.trainer.checks.watch import Watch
 from dpframe.trainer.evaluation import Placed, restore_modes
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.turns import Turns
@@ -42,9 +42,6 @@ from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 
 KEYS = {"BatchNorm": "trainer.batch_norm=global", "Dropout": "trainer.dropout=row"}
-CORNER = 16  # numbers of a row by each dimension, by which it is known again
-CLOSE = 1e-3  # these, of the same rows
-ROUNDINGS = 8  # with 16 bits
 ONE_VALUE = "more than 1 value per channel"  # what torch says of BatchNorm on one row
 
 
@@ -152,24 +149,26 @@ def find_own(
     return own
 
 
-def _place(task: Task, strategy: Strategy, watch: "Watch") -> None:
+def _place(task: Task, strategy: Strategy, watch: Watch) -> None:
     """Tells dropout layers where the rows are: one of the processes may have had no memory to
     look."""
     names = {module: name for name, module in task.named_modules()}
-    found = {names[layer]: dim for layer, dim in watch.places()}
+    found = {names[layer]: place for layer, *place in watch.places()}
     places = strategy.collectives.broadcast(found)
     for module, name in names.items():
         if isinstance(module, RowDropout):
-            module.row_dim = places.get(name)
+            module.row_dim, module.row_blocks = places.get(name, (None, False))
 
 
-def _name_layers(own: Own, task: Task, strategy: Strategy, watch: "Watch") -> None:
+def _name_layers(own: Own, task: Task, strategy: Strategy, watch: Watch) -> None:
     for name, module in task.named_modules():
         is_synced = isinstance(module, nn.SyncBatchNorm) and strategy.world_size > 1
         if is_synced or not module.training:
             continue
         if said := _said_of(module, name, watch, own.unknown):
             own.others.append(said)
+        elif has_inner_dropout(module):
+            own.others.append(of_inner_dropout(module, name))
         elif kind := kind_of(module):
             own.layers[kind] += 1
 
@@ -237,7 +236,7 @@ def kind_of(module: Any) -> str:
     return "Dropout" if is_own and module.p > 0 else ""
 
 
-def _said_of(module: Any, name: str, watch: "Watch", unknown: str) -> str:
+def _said_of(module: Any, name: str, watch: Watch, unknown: str) -> str:
     """Of a layer that no key makes the batch's. One that the trial has not called may have none in
     the run; else it tells so itself."""
     if isinstance(module, RowDropout) and vars(module)["p"] > 0 and module.row_dim is None:
@@ -246,8 +245,6 @@ def _said_of(module: Any, name: str, watch: "Watch", unknown: str) -> str:
         return f"{name} (dropout: {why})" if why else ""
     if module in watch.unlike:
         return f"{name} (a {type(module).__name__} with statistics of its own)"
-    if has_inner_dropout(module):
-        return f"{name} ({type(module).__name__}'s own dropout)"
     return ""
 
 
@@ -257,7 +254,11 @@ def has_inner_dropout(module: Any) -> bool:
     return (is_attention or is_deep) and bool(vars(module)["dropout"])
 
 
-def _looked_at(trial: Trial, source: Any, watch: "Watch") -> list[Drawn]:
+def of_inner_dropout(module: nn.Module, name: str) -> str:
+    return f"{name} ({type(module).__name__}'s own dropout)"
+
+
+def _looked_at(trial: Trial, source: Any, watch: Watch) -> list[Drawn]:
     """What a step draws beside dropout layers. These and BatchNorms do nothing, so that a row is
     the same whatever rows are with it."""
     task = trial.task
@@ -275,7 +276,7 @@ def _looked_at(trial: Trial, source: Any, watch: "Watch") -> list[Drawn]:
 
 
 def _drawn_later(
-    trial: Trial, feed: TrainingData, settings: TrainerSettings, watch: "Watch"
+    trial: Trial, feed: TrainingData, settings: TrainerSettings, watch: Watch
 ) -> list[Drawn]:
     """By a step that asks how far the run has come."""
     now, drawn = trial.moment, list[Drawn]()
@@ -330,6 +331,7 @@ class Later:
         }
         self._whose = own.whose
         self._known = {name for name, _ in _counted(task)}
+        self._inner = set(_inner(task))
 
     def look(self, task: Task) -> str:
         """At the beginning of an epoch: makes those of the batch that a key asks for, and returns
@@ -339,7 +341,9 @@ class Later:
             convert(task, **self._keys)
             new = {name: kind for name, kind in _counted(task) if name in new}
             self._known |= new.keys()
-        return Own(Counter(new.values()), whose=self._whose).line
+        inner = [said for said in _inner(task) if said not in self._inner]
+        self._inner.update(inner)
+        return Own(Counter(new.values()), inner, whose=self._whose).line
 
 
 def _counted(task: Task) -> Iterator[tuple[str, str]]:
@@ -349,84 +353,8 @@ def _counted(task: Task) -> Iterator[tuple[str, str]]:
             yield name, kind
 
 
-class Watch:
-    """What the layers of a task do in steps of ROWS and of CUT rows."""
-
-    most = ROWS
-
-    def __init__(self) -> None:
-        self.inputs: dict[nn.Module, list[Input]] = {}  # of dropout layers, in one step
-        self.unlike: set[nn.Module] = set()  # BatchNorms that compute in a way of their own
-        self.called: set[nn.Module] = set()
-        self.gathers = False  # whether a step takes what it keeps from all rows of a batch
-        self._places: dict[nn.Module, set[int | None]] = {}
-
-    def note(self, layer: nn.Module, x: Tensor) -> None:
-        self.inputs.setdefault(layer, []).append(Input(current_share.rows, x))
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """While a step is computed once more."""
-        before = {layer: [*inputs] for layer, inputs in self.inputs.items()}
-        yield
-        self.inputs = before
-
-    def compare(self) -> None:
-        """After the steps of one turn."""
-        for layer, inputs in self.inputs.items():
-            many = [each for each in inputs if each.rows == ROWS]
-            few = [each for each in inputs if each.rows == CUT]
-            # Shares may call it more or less often, e.g. once a word: each call has to be the same.
-            by_values = len(many) != len(few)
-            pairs = zip(many, few, strict=False)
-            known = self._places.setdefault(layer, set())
-            known |= {rows_at(layer, a, b, by_values=by_values) for a, b in pairs}
-        self.called |= self.inputs.keys()
-        self.inputs = {}
-
-    def places(self) -> Iterator[tuple[nn.Module, int]]:
-        """The dimension that is the rows, of each layer for which it is known."""
-        for layer, known in self._places.items():
-            if len(known) == 1 and (dim := next(iter(known))) is not None:
-                yield layer, dim
-
-
-class Input:
-    """What a layer got: its sizes, and a corner of each row by the dimension that may be the rows,
-    of which a row may have several places one after another."""
-
-    def __init__(self, rows: int, x: Tensor) -> None:
-        self.rows, self.sizes = rows, tuple(x.shape)
-        self.corners = {
-            dim: corner(x.detach().movedim(dim, 0).unflatten(0, (rows, -1))[:CUT])
-            for dim, size in enumerate(self.sizes)
-            if size and size % rows == 0
-        }
-
-
-def corner(rows: Tensor) -> Tensor:
-    return rows[(slice(None), *[slice(CORNER)] * (rows.ndim - 1))].clone()
-
-
-def rows_at(layer: Any, many: Input, few: Input, *, by_values: bool) -> int | None:
-    """The dimension that is the rows: there are more of them, and the first ones are the same as
-    far as both are long. If it is one of as many as the rows are, and no other grows, its values
-    need not be compared."""
-    if len(many.sizes) != len(few.sizes):
-        return None
-    dims = [
-        dim
-        for dim in sorted(many.corners.keys() & few.corners.keys())
-        if many.sizes[dim] > few.sizes[dim] and layer.takes(dim, len(many.sizes))
-    ]
-    if len(dims) == 1 and many.sizes[dims[0]] == ROWS and not by_values:
-        return dims[0]
-    return next((dim for dim in dims if is_alike(many.corners[dim], few.corners[dim])), None)
-
-
-def is_alike(one: Tensor, other: Tensor) -> bool:
-    common = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
-    one, other = one[common], other[common]
-    near = max(CLOSE, ROUNDINGS * torch.finfo(one.dtype).eps)
-    size = float(other.abs().max())
-    return size > 0 and torch.allclose(one, other, rtol=near, atol=near * size)
+def _inner(task: Task) -> Iterator[str]:
+    """Those that have dropout of their own, in words."""
+    for name, module in task.named_modules():
+        if module.training and has_inner_dropout(module):
+            yield of_inner_dropout(module, name)

@@ -32,7 +32,7 @@ SLOW_SECONDS = 1.0
 WAYS = (
     'return its "weight" (tokens, boxes) where it is a mean over something else, or a dict of '
     '{"boxes": (mean, how_many)} where it has several, multiply a sum by self.batch_rows / '
-    "len(rows), and take what needs all rows from self.all_gather"
+    "len(rows), take what needs all rows from self.all_gather, and draw noise by self.randn_rows"
 )
 NOT_COMPARED = "the share check has not compared the loss"
 TRAIN_ANYWAY = "trainer.share_check=warn trains anyway"
