@@ -832,8 +832,36 @@ class Penalty(Small):
 def test_a_gradient_within_a_step_through_what_it_gathers_is_refused_with_its_cause():
     with pytest.raises(UserError, match="it takes a gradient through what it gathers") as error:
         fitted(Penalty(), strategy=TWO(), precision="64", batch_norm="global")
-    assert "LayerNorm; trainer.share_check=warn trains anyway" in str(error.value)
+    assert "evaluation mode; trainer.share_check=warn trains anyway" in str(error.value)
     fitted(Penalty(), data=Rows(val=False), strategy=TWO(), precision="64", max_steps=1)
+
+
+class Attacked(Penalty):
+    """Its rows are moved up the slope of the loss, which it takes in evaluation mode."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch[0].requires_grad_(), batch[1]
+        self.net.eval()
+        (slope,) = torch.autograd.grad(self.off(x, y).sum(), x)
+        self.net.train()
+        return {"loss": self.off(x + 0.1 * slope.sign(), y).mean()}
+
+    def off(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x)[:, 0] - y).square()
+
+
+def test_a_step_that_turns_modes_itself_is_the_batchs_by_the_key_and_else_not_compared(caplog):
+    given: dict[str, Any] = {"data": Rows(val=False), "precision": "64", "max_epochs": 2}
+    states = []
+    for strategy in (CPU(), TWO()):
+        torch.manual_seed(0)
+        made = fitted(Attacked(), strategy=strategy, batch_norm="global", **given)
+        states.append(made.task.state_dict())
+    assert all(torch.allclose(states[0][k], states[1][k], rtol=0, atol=1e-12) for k in states[0])
+    assert warned(caplog) == []
+    fitted(Attacked(), strategy=TWO(), **given)
+    _, not_compared = warned(caplog)
+    assert not_compared.endswith("the loss: the step puts modules into training mode itself")
 
 
 # On one process

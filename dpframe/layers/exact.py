@@ -110,8 +110,8 @@ class RowDropout(Exact):
         """Rows that are repeated may come in turns, or as blocks of the same one."""
         if self.row_blocks or torch.compiler.is_compiling():
             return True
-        times, rest = divmod(x.shape[self.row_dim], current_share.rows)
-        return times == 1 or rest > 0  # which keep_rows refuses
+        places, rows = x.shape[self.row_dim], current_share.rows
+        return places == rows or not rows or places % rows > 0  # which keep_rows refuses
 
     def _tell(self: Any) -> None:
         """Of a layer that the trial has not met so, e.g. of a later epoch."""

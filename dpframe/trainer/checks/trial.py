@@ -33,7 +33,7 @@ from dpframe.trainer.checks.gradients import (
 from dpframe.trainer.checks.put_back import floats_of, widened
 from dpframe.trainer.checks.statistics import unlike
 from dpframe.trainer.checks.surroundings import Moment
-from dpframe.trainer.checks.tried import BRIEF_SECONDS, ROWS, Moved, Tried
+from dpframe.trainer.checks.tried import BRIEF_SECONDS, INNER, ROWS, Moved, Tried
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.outputs import Measured
 
@@ -158,7 +158,7 @@ class Trial(Tried):
 
     def _refuse_statistics(self) -> None:
         """Of a share, which other shares have otherwise."""
-        if not self.in_training:
+        if not self.in_training or self.likely == INNER:  # by which they are others, too
             return
         whole, *parts = self.statistics.values()
         self.keeps |= set[str]().union(*(unlike(whole, part) for part in parts))

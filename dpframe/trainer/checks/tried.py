@@ -37,7 +37,7 @@ FOREIGN = "Python's or NumPy's random numbers"
 INNER = (
     "it takes a gradient through what it gathers (trainer.batch_norm=global, self.all_gather), of "
     "which a share has that of its own rows alone: take it through layers that see a row alone, "
-    "e.g. GroupNorm or LayerNorm"
+    "e.g. LayerNorm or a BatchNorm in evaluation mode"
 )
 
 AGAIN = 1e-6  # of a loss that is computed twice
@@ -182,6 +182,7 @@ class Tried:
         is_kept = self.is_looked_at and self.trains
         before = kept_in(task) if is_kept else {}
         random_state = seeding.random_state() if is_kept else {}
+        trained = _in_training(task)
         output = self._called(share, task, draws)
         seen = draws.seen
         if foreign_states() != states:
@@ -196,6 +197,8 @@ class Tried:
             raise NotCompared("the step returns no loss")
         if self.in_training:
             self.statistics[share.places] = sums_of_buffers(task)
+        elif not self.is_looked_at and trained < _in_training(task):
+            raise NotCompared("the step puts modules into training mode itself")
         if is_kept and (names := moving(before, once := kept_in(task))):
             seeding.restore_random_state(random_state)
             if self._depends(share, task, output["loss"]):
@@ -258,6 +261,11 @@ class Tried:
     def refuse_late(self) -> None:
         if time.perf_counter() > self.ends:
             raise NotCompared(f"it takes more than {BRIEF_SECONDS} s")
+
+
+def _in_training(task: Task) -> int:
+    """How many modules are."""
+    return sum(module.training for module in task.modules())
 
 
 class Moved(UserError):
