@@ -30,8 +30,9 @@ from torch.utils.data import (
 )
 
 from dpframe import DataModule, UserError, seeding
-from dpframe.data import Loader, Share, is_tensors, move, permutation, split, tensors_of
+from dpframe.data import Loader, Share, is_tensors, move, permutation, split
 from dpframe.data.module import leaves, mapped
+from dpframe.data.reading import table_of
 from dpframe.devices.accelerator import has_streams
 
 REPLICAS = (1, 2, 3, 4, 8)
@@ -161,8 +162,13 @@ def test_a_subset_of_tensors_is_tensors_and_a_data_set_of_ones_own_is_not():
             return -1
 
     rows = TensorDataset(torch.arange(10), torch.arange(10) * 2)
-    picked = tensors_of(Subset(Subset(rows, [1, 3, 5, 7]), [3, 0, -2]))
-    assert [column.tolist() for column in picked] == [[7, 1, 5], [14, 2, 10]]
+    subset = Subset(Subset(rows, [1, 3, 5, 7]), [3, 0, -2])
+    table = table_of(subset)
+    assert [column.tolist() for column in table.whole()] == [[7, 1, 5], [14, 2, 10]]
+    assert len(table) == 3
+    assert all(a is b for a, b in zip(table.tensors, rows.tensors, strict=True))  # no copy
+    (batch,) = loader_of(subset, 3).epoch()
+    assert [column.tolist() for column in batch.shares[0].batch] == [[7, 1, 5], [14, 2, 10]]
     assert not is_tensors(Own(torch.arange(10)))
     batches = loader_of(Own(torch.arange(4)), 4).epoch()
     assert [batch.shares[0].batch.tolist() for batch in batches] == [[-1] * 4]

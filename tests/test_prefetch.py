@@ -16,6 +16,7 @@ from dpframe import DataModule, Strategy, Trainer, TrainerSettings, UserError
 from dpframe.data import Loader, move, prefetch
 from dpframe.data.loader import copied
 from dpframe.data.prefetch import Prefetch
+from dpframe.data.reading import Table
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer import evaluation, feed
 from dpframe.trainer.feed import evaluated
@@ -266,17 +267,20 @@ def test_tensors_are_kept_on_the_gpu_if_they_take_a_tenth_of_what_is_free(
     moves = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
     monkeypatch.setattr(prefetch, "move", lambda tensors, *where: moves.append(where))
-    tensors = torch.zeros(2**17), torch.zeros(2**17)  # of one MiB together
-    kept = prefetch.keep_on(GPU, tensors, dtype=dtype, data_on_device=data_on_device)
-    assert moves == ([(GPU, dtype)] if expected else [])
-    assert expected or kept is tensors
+    table = Table((torch.zeros(2**17), torch.zeros(2**17)))  # of one MiB together
+    half = Table((torch.zeros(2**19),), torch.arange(2**18))
+    for each in (table, half):
+        kept = prefetch.keep_on(GPU, each, dtype=dtype, data_on_device=data_on_device)
+        assert moves == ([(GPU, dtype)] if expected else [])
+        assert expected or kept is each
+        moves.clear()
 
 
 def test_more_than_the_gpu_has_free_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99, 80 * 2**30))
     line = "trainer.data_on_device=true but the data takes 1,048,576 bytes and cuda:0 has 99 free"
     with pytest.raises(UserError, match=f"^{line}; use"):
-        prefetch.keep_on(GPU, (torch.zeros(2**18),), dtype=None, data_on_device=True)
+        prefetch.keep_on(GPU, Table((torch.zeros(2**18),)), dtype=None, data_on_device=True)
 
 
 def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_for():
@@ -306,8 +310,8 @@ def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_
 def test_a_batch_is_made_where_the_data_is():
     """The meta device is one that is not the CPU: rows and data have to meet there."""
 
-    def place(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(tensor.to("meta") for tensor in tensors)
+    def place(table: Table) -> Table:
+        return Table(tuple(tensor.to("meta") for tensor in table.tensors))
 
     loader = Loader(
         Rows(10).train,

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from dpframe.data.order import permutation as permutation
     from dpframe.data.reading import Rows as Rows
     from dpframe.data.reading import is_tensors as is_tensors
-    from dpframe.data.reading import tensors_of as tensors_of
 
 _HOMES = {
     "Loader": "loader",
     **dict.fromkeys(("Batch", "DataModule", "Share", "move", "placed"), "module"),
     **dict.fromkeys(("sets_of", "split"), "module"),
-    **dict.fromkeys(("Rows", "is_tensors", "tensors_of"), "reading"),
+    **dict.fromkeys(("Rows", "is_tensors"), "reading"),
     "permutation": "order",
 }
 # `dpframe.data.settings` never waits for torch.

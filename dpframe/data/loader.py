@@ -15,12 +15,12 @@ from dpframe.data.divided import ByRank
 from dpframe.data.generators import Draws
 from dpframe.data.module import Batch, Share, Shares, mapped
 from dpframe.data.order import Agree, order_of
-from dpframe.data.reading import Rows, tensors_of
+from dpframe.data.reading import Rows, Table, table_of
 from dpframe.data.stream import Division, Place, Reader, check
 from dpframe.data.workers import Processes, Workers
 from dpframe.errors import UserError
 
-Keep = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+Keep = Callable[[Table], Table]
 """Where data that is tensors is kept: they go in, and come out there."""
 Tally = Callable[[list[float]], list[float]]
 """A strategy's `Collectives.sum_numbers`: this process's numbers in, their sums over all out."""
@@ -54,7 +54,7 @@ class Loader:
         first_share: int | None = None,
         agree: Agree = lambda value: value,
         timeout_seconds: float = 0.0,
-        place: Keep = lambda tensors: tensors,
+        place: Keep = lambda table: table,
         division: Division | ByRank | None = None,
         tally: Tally | None = None,
         look: Callable[[Any], None] | None = None,
@@ -90,10 +90,12 @@ class Loader:
         self.workers = Workers() if rows.are_tensors else workers
         self._read: Callable[..., Any] | None = None
         if rows.are_tensors:
-            tensors = place(tensors_of(dataset))
+            table = place(table_of(dataset))
+            tensors, known = table.tensors, table.rows
             self.device = tensors[0].device
             take = _taken_pinned if pin_memory and self.device.type == "cpu" else torch.index_select
-            self._read = lambda rows, *_: [take(t, 0, rows) for t in tensors]
+            read = lambda rows, *_: [take(t, 0, rows) for t in tensors]  # noqa: E731
+            self._read = read if known is None else lambda rows, *_: read(known[rows])
         else:
             self.how += f", {workers.described()}"
         # Where nobody waits for a look, of 0.2 ms, or other bits would follow.

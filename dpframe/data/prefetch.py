@@ -1,5 +1,6 @@
 """Data on its way to a GPU: kept there whole, or copied batch by batch on a stream of its own."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dpframe.data.loader import Loader
 from dpframe.data.module import Batch, Share, leaves, move, tensors_in
+from dpframe.data.reading import Table
 from dpframe.devices import memory
 from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
@@ -23,18 +25,19 @@ ToDevice = Callable[[list[Share]], Any]
 
 def keep_on(
     device: torch.device,
-    tensors: tuple[Tensor, ...],
+    table: Table,
     *,
     dtype: torch.dtype | None,
     data_on_device: str | bool,
-) -> tuple[Tensor, ...]:
+) -> Table:
     """The tensors of a data set on a GPU, if they fit and `trainer.data_on_device` allows it."""
     if device.type == "cpu" or data_on_device is False:
-        return tensors
+        return table
     free = memory.free(device)
-    needed = sum(
-        tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
-        for tensor in tensors
+    needed = len(table) * sum(
+        math.prod(tensor.shape[1:])
+        * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+        for tensor in table.tensors
     )
     if data_on_device is True and free is not None and needed > free:
         raise UserError(
@@ -42,8 +45,8 @@ def keep_on(
             f"has {free:,} free; use trainer.data_on_device=auto"
         )
     if data_on_device is not True and needed > (free or 0) // SHARE_OF_FREE:
-        return tensors
-    return move(tensors, device, dtype)
+        return table
+    return Table(move(table.whole(), device, dtype))
 
 
 def prefetched(

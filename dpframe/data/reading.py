@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -198,13 +199,31 @@ def is_tensors(dataset: Any) -> bool:
     )
 
 
-def tensors_of(dataset: Any) -> tuple[Tensor, ...]:
-    """The tensors behind a data set that is nothing but tensors."""
-    if type(dataset) is Subset:
-        tensors, rows = tensors_of(dataset.dataset), torch.as_tensor(dataset.indices)
-        rows = torch.where(rows < 0, rows + len(tensors[0]), rows)  # from the end, as in torch
-        return tuple(tensor.index_select(0, rows) for tensor in tensors)
-    return dataset.tensors
+@dataclass(frozen=True)
+class Table:
+    """Tensors, and which of their rows are those of a data set; None: all of them."""
+
+    tensors: tuple[Tensor, ...]
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tensors[0] if self.rows is None else self.rows)
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The rows by themselves, which takes a copy of those of a Subset."""
+        if self.rows is None:
+            return self.tensors
+        return tuple(tensor.index_select(0, self.rows) for tensor in self.tensors)
+
+
+def table_of(dataset: Any) -> Table:
+    """Of a data set that is nothing but tensors. Those of a Subset are not copied."""
+    if type(dataset) is not Subset:
+        return Table(dataset.tensors)
+    of = table_of(dataset.dataset)
+    rows = torch.as_tensor(dataset.indices, dtype=torch.int64)
+    rows = torch.where(rows < 0, rows + len(of), rows)  # from the end, as in torch
+    return Table(of.tensors, rows if of.rows is None else of.rows[rows])
 
 
 @contextmanager
