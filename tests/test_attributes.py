@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter, deque
+from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from dpframe import Strategy, UserError, checkpoint, load
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
+from dpframe.trainer.resume.attributes import Attributes
 
 WITH = ["--config-dir", "conf"]
 
@@ -149,6 +151,35 @@ def test_what_can_not_be_kept_is_named_once(caplog):
     caplog.clear()
     fitted(Keeping(), callbacks=[take])
     assert caplog.records == []
+
+
+LARGE: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "a vocabulary": ({f"word{n}": n for n in range(1000)}, lambda large: large.update(word7=8)),
+    "counts": (Counter(range(1000)), lambda large: large.update([7])),
+    "rows": ([[n, {"at": (n, 0.5)}] for n in range(1000)], lambda large: large[7].append(1)),
+    "a queue": (deque(range(1000)), lambda large: large.append(1)),
+    "a set": ({*range(1000)}, lambda large: large.add(1000)),
+    "arrays": ([np.zeros(2) for _ in range(1000)], lambda large: large[7].fill(1)),
+    "tensors": ([torch.zeros(2) for _ in range(1000)], lambda large: large[7].fill_(1)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_change_within_a_large_attribute_is_kept_and_none_keeps_nothing(kind):
+    large, change = LARGE[kind]
+    task = Small()
+    task.large = deepcopy(large)
+    attributes = Attributes(task)
+    assert attributes.state_dict() == {}
+    change(task.large)
+    assert list(attributes.state_dict()[""]) == ["large"]
+
+
+def test_plain_entries_of_a_large_attribute_are_remembered_as_one_number():
+    task = Small()
+    task.large = LARGE["a vocabulary"][0]
+    mark = Attributes(task)._before["", "large"]
+    assert mark[0] is dict and isinstance(mark[1], int)
 
 
 def test_a_task_without_such_attributes_keeps_none():

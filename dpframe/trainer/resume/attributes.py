@@ -4,9 +4,11 @@ Those that are plain are a part of checkpoints; others are named once.
 """
 
 import logging
+import marshal
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from dpframe.data.copies import LARGE_BYTES, OF_MODULES
 from dpframe.parameters import version_of
 from dpframe.task import Task
 
+MANY = 100  # entries, of which one number is made at once, e.g. of a vocabulary
+NO_REFERENCES = 2  # a version of marshal: later ones depend on who else has an object
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
 DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"
 OF_TASKS = OF_MODULES | {*vars(Task()), *vars(Task)}
@@ -96,6 +100,10 @@ class Attributes:
         kind = type(value)
         if kind in PLAIN or _is_scalar(value):
             return kind, value if kind is int else repr(value)  # a NaN equals no other
+        if isinstance(value, list | tuple | deque | set | dict) and len(value) > MANY:
+            plain: type = dict if isinstance(value, dict) else list
+            with suppress(ValueError):  # what is in it is not plain
+                return kind, hash(marshal.dumps(plain(value), NO_REFERENCES))
         if kind in (list, tuple, deque, set):
             return kind, [self._mark(each, depth) for each in value]
         if isinstance(value, dict):
