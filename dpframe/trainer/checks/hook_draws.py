@@ -18,7 +18,7 @@ log = logging.getLogger("dpframe")
 
 def heard(hook: Any, name: str, strategy: Strategy, share_check: str) -> Callable[..., None]:
     """The hook of this name, which says once if one of its first calls draws."""
-    part, left = hook.__self__, CALLS
+    part, left = getattr(hook, "__self__", None), CALLS  # None of a function
 
     def call(*args: Any) -> None:
         nonlocal left
@@ -30,8 +30,8 @@ def heard(hook: Any, name: str, strategy: Strategy, share_check: str) -> Callabl
         hook(*args)
         if not _is_same(before, seeding.random_state(strategy.local_devices)):
             left = 0
-            of = (getattr(part, "own_class", None) or type(part)).__name__
-            _tell(f"{of}.{name}", strategy, share_check)
+            kind = getattr(part, "own_class", None) or type(part)
+            _tell(name if part is None else f"{kind.__name__}.{name}", strategy, share_check)
 
     return call
 
