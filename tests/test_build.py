@@ -4,6 +4,7 @@ import functools
 import pickle
 import sys
 
+import hydra
 import pytest
 from command import write
 from small import Small
@@ -309,6 +310,22 @@ def test_whatever_is_installed_is_built(node, capfd):
     check(node, "x")
     assert build(node, "x") is not None
     assert capfd.readouterr() == ("", "")
+
+
+def test_hydra_takes_the_whitelist_by_the_name_under_which_it_is_given(monkeypatch):
+    """Under another name nothing is given, which Hydra 1.5 refuses for every class."""
+    if hydra.__version__.startswith("1.3."):
+        pytest.skip("Hydra has a whitelist from 1.4 on")
+    given, instantiate = [], hydra.utils.instantiate
+
+    @functools.wraps(instantiate)
+    def seen(*arguments, **keywords):
+        given.append(keywords)
+        return instantiate(*arguments, **keywords)
+
+    monkeypatch.setattr(hydra.utils, "instantiate", seen)
+    build({"_target_": "fractions.Fraction"}, "x")
+    assert "fractions.Fraction" in given[0]["_execution_whitelist_"]
 
 
 def test_what_is_made_later_is_a_plain_partial(own):
