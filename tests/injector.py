@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 import dpframe
 from dpframe import checkpoint
+from dpframe.launch.watchdog import PREEMPTION
 
 CONFIG = """
 # @package _global_
@@ -80,6 +81,9 @@ def _fail() -> None:
     kind, rank = os.environ["INJECTED"].split()[0], os.environ.get("RANK")
     if kind in ("raise", "always", "raise-data"):
         raise ValueError(f"broken in rank {rank}")
+    if kind == "preempt":
+        os.kill(os.getpid(), PREEMPTION)
+        return
     if kind.startswith("oom"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if kind in DEVICE_ERRORS:

@@ -34,6 +34,7 @@ SLOW = {"STEP_SECONDS": "0.5"}  # a run that no signal ends takes ten seconds
 GO_ON = "dpframe --config-dir . resume=run"
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 USR1 = signal.SIGUSR1  # Slurm's, to every process of a job
+USR2 = signal.SIGUSR2  # submitit's
 
 
 def send(job, number: int, target: str) -> None:
@@ -54,6 +55,7 @@ CASES = [
     ((*ONE, *WORKERS), INT, "group", True),
     (ONE, HUP, "parent", False),
     ((*TWO, *WORKERS), USR1, "group", False),
+    ((*TWO, *WORKERS), USR2, "group", False),
 ]
 
 

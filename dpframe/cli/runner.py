@@ -1,5 +1,6 @@
 """Checks and runs the points that Hydra's sweeper names; or another launcher runs them."""
 
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -177,16 +178,33 @@ def compose_point(
     return job, config
 
 
-def run_point(config: Any, *, config_dir: str | None) -> tuple[Outcome, float]:
+def run_point(config: Any, *, config_dir: str | None, since: float) -> tuple[Outcome, float]:
     """A run that another launcher has started, perhaps in another process, in the directory that it
-    has made; and how many seconds that took."""
+    has made; and how many seconds that took.
+
+    At submitit's signal the run saves, and submitit then queues its job again: the run goes on from
+    a checkpoint that is of this sweep, which began at `since`.
+    """
     from dpframe.cli.jobs import run_here
 
     signals.raise_if_signaled()
     began, hydra = time.monotonic(), HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-    words = [*overrides["hydra"], *overrides["task"]]
+    words, directory = [*overrides["hydra"], *overrides["task"]], hydra.runtime.output_dir
+    newest = seal.newest_of_run(directory)
+    if newest is not None and newest.stat().st_mtime > since:
+        words.append(f"resume={quoted(directory)}")
     job, _ = compose_point(ConfigLoader(config_dir), words, hydra.job.num)
-    job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
-    outcome, _ = run_here(job)
+    job.run_dir, job.is_run_dir_given = directory, True
+    stop = signals.Interruption([signals.PREEMPTION])
+    stop.open()
+    stop.begin()
+    try:
+        outcome, _ = run_here(job)
+    except Interrupted as error:
+        stop.close()
+        signal.raise_signal(error.number)  # does what the launcher does then
+        outcome = Outcome("interrupted", reason=str(error))
+    finally:
+        stop.close()
     return outcome, time.monotonic() - began

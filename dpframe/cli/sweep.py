@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
@@ -227,7 +228,7 @@ def _by_sweeper(config: DictConfig, runner: Runner) -> None:
         if not _is(hydra.launcher, LAUNCHER):
             runner.other = plugins.instantiate_launcher(
                 hydra_context=context(ConfigLoader(runner.config_dir)),
-                task_function=partial(run_point, config_dir=runner.config_dir),
+                task_function=partial(run_point, config_dir=runner.config_dir, since=time.time()),
                 config=deepcopy(config),
             )
         if "optuna" in str(hydra.sweeper._target_):

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -16,8 +16,8 @@ from typing import Any
 
 from dpframe.errors import Interrupted
 from dpframe.launch import watchdog
+from dpframe.launch.watchdog import PREEMPTION as PREEMPTION
 from dpframe.launch.watchdog import SIGNALS as SIGNALS
-from dpframe.launch.watchdog import USR1
 
 STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
@@ -75,7 +75,9 @@ class Interruption:
 
     ends_at_second = True
 
-    def __init__(self, *, is_quiet: bool = False) -> None:
+    def __init__(self, numbers: Sequence[int] = SIGNALS, *, is_quiet: bool = False) -> None:
+        """`numbers` are of the signals that it handles."""
+        self._numbers = numbers
         self.grace_seconds = 30.0
         self.number: int | None = None  # of the first signal
         self.has_begun = False  # from then on there may be something to save
@@ -89,7 +91,7 @@ class Interruption:
         global _current
         if threading.current_thread() is not threading.main_thread() or _current is not None:
             return
-        for number in SIGNALS:
+        for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and a shell's `&`
                 self._handlers[number] = signal.signal(number, self._note)
         _current = self
@@ -252,8 +254,9 @@ def leave_to_parent() -> None:
     """
     end_with_parent()
     forget()
-    for number in (signal.SIGINT, signal.SIGHUP, STOP, *USR1):
-        signal.signal(number, signal.SIG_IGN)
+    for number in (STOP, *SIGNALS):
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()

@@ -19,7 +19,9 @@ from pathlib import Path
 
 STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it
 USR1 = () if STACK == signal.SIGUSR1 else (signal.SIGUSR1,)  # Slurm's, before a time limit
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *USR1)
+_NAME = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
+PREEMPTION = getattr(signal, _NAME, signal.SIGUSR2)  # submitit's, before a time limit, too
+SIGNALS = tuple(dict.fromkeys([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *USR1, PREEMPTION]))
 BEAT = 0x80  # no signal has this number, and no stack this byte
 TEXT = {ord("\n"), *range(ord(" "), 127)}  # faulthandler's
 BEAT_SECONDS = 0.1  # between two of them at least
