@@ -51,6 +51,7 @@ class Means:
         self._reduce = reduce
         self._agree = agree
         self._zero: Number = Exact() if is_exact else 0.0
+        self.weights: dict[str, float] = {}  # by which the newest window's means were divided
         self._names: list[str] = []
         self._outputs = 0  # since the last reset
         self._times: Counter[str] = Counter()  # how many of them have the name
@@ -79,6 +80,7 @@ class Means:
         """The means since the last window, over all replicas."""
         self._collect()
         (sums,) = self._everywhere([self], [self._window])
+        self.weights = {name: weight for name, (_, weight) in sums.items()}
         self._window.clear()
         return _divided(sums)
 

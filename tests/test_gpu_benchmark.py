@@ -189,7 +189,7 @@ def test_what_is_missed_or_fails_is_a_problem():
 
 def test_a_gpu_without_a_known_peak_has_no_mfu_and_the_page_says_so():
     found = told({ways.OURS: turns(2.0)}, gpu="NVIDIA H900")
-    assert "No MFU: the peak of NVIDIA H900 is not in benchmarks/gpu/formulas.py." in page(
+    assert "No MFU: the peak of NVIDIA H900 is not in dpframe/devices/peaks.py." in page(
         report(found)
     )
 

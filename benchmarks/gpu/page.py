@@ -70,7 +70,7 @@ def contest_parts(contest: Record) -> Iterable[str]:
     )
     if contest["has_formula"] and all(way["utilization"] is None for way in contest["ways"]):
         gpu = contest["gpu"] or "a CPU"
-        yield f"No MFU: the peak of {gpu} is not in benchmarks/gpu/formulas.py."
+        yield f"No MFU: the peak of {gpu} is not in dpframe/devices/peaks.py."
 
 
 def cells(way: Record) -> list[str]:

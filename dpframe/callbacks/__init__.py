@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dpframe.callbacks.progress import Progress as Progress
     from dpframe.callbacks.prune import Prune as Prune
     from dpframe.callbacks.sample_predictions import SamplePredictions as SamplePredictions
+    from dpframe.callbacks.throughput import Throughput as Throughput
 
 _HOMES = {
     "EMA": "averages",
@@ -34,6 +35,7 @@ _HOMES = {
     "Progress": "progress",
     "Prune": "prune",
     "SamplePredictions": "sample_predictions",
+    "Throughput": "throughput",
 }
 __all__ = ["Callback", *_HOMES]
 __getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

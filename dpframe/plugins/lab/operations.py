@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch.utils.flop_counter import FlopCounterMode
-
-from dpframe import Callback, DataModule, Strategy, Task, Trainer, TrainerSettings
+from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
+from dpframe.callbacks import Throughput
 from dpframe.plugin import first_line, seeding, short
 
 
@@ -14,7 +13,7 @@ def describe_operations(
 ) -> str:
     """The parameters, and a step's operations on one device as torch counts them."""
     seeding.seed_everything(seed)
-    counter, task = Counter(), make_task()
+    counter, task = Throughput(), make_task()
     told = f"{sum(parameter.numel() for parameter in task.parameters()):,} parameters"
     strategy = Strategy(accelerator=settings.accelerator)
     once = replace(short(settings, steps=1), compile=False, limit_val_batches=1, sanity_batches=0)
@@ -23,30 +22,11 @@ def describe_operations(
             trainer.fit()
         except RuntimeError as error:  # e.g. of a step with an autograd.grad of its own
             return f"{told}; torch can't count a step's operations: {first_line(error)}"
+        rows = trainer.progress.rows_seen
         return (
-            f"{told}; a step of {trainer.progress.rows_seen} rows is {flop(counter.count)} of "
+            f"{told}; a step of {rows} rows is {flop(rows * counter.flops_per_row)} of "
             "matrix products, convolutions and attention, forward and backward"
         )
-
-
-class Counter(Callback):
-    """Counts the operations of a step as it runs."""
-
-    count = 0
-
-    def on_epoch_start(self, trainer: Trainer) -> None:
-        self.mode = FlopCounterMode(display=False)
-        self.mode.__enter__()
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self._leave()
-        self.count = self.mode.get_total_flops()
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        self.mode.__exit__(None, None, None)
 
 
 def flop(count: float) -> str:
