@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dpframe import Trainer
 
 EVALUATES = True
-FORMATS = ("program", "weights", "safetensors", "checkpoint")
+FORMATS = ("program", "weights", "safetensors", "onnx", "checkpoint")
 
 
 @dataclass
@@ -21,8 +21,8 @@ class Settings:
     formats: list[str] | None = field(
         default=None,
         metadata={
-            "help": "[program, weights, safetensors, checkpoint]; null: all but checkpoint that "
-            "can be had"
+            "help": "[program, weights, safetensors, onnx, checkpoint]; null: those of the first "
+            "three that can be had"
         },
     )
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from dpframe.plugin import Failure, checkpoint, first_line, leaves
 from dpframe.trainer.feed import evaluated
 from dpframe.util import files
 
-PROGRAM, WEIGHTS, SAFETENSORS = "program.pt2", "weights.pt", "weights.safetensors"
+PROGRAM, ONNX, WEIGHTS, SAFETENSORS = (
+    *("program.pt2", "model.onnx", "weights.pt", "weights.safetensors"),
+)
 NET = "net."
 TRIED = Path(__file__).with_name("check_export.py")
 
@@ -54,27 +56,38 @@ def write_files(
         written.append(WEIGHTS)
         of = "of task.net" if isinstance(getattr(task, "net", None), nn.Module) else "of the task"
         lines.append(f"{directory / WEIGHTS}  {len(weights)} tensors {of}, by torch.load")
-    if "safetensors" in wanted and _has_safetensors(is_needed=formats is not None):
+    if "safetensors" in wanted and _are_there(
+        ["safetensors"], "safetensors", extra="export", is_needed=formats is not None
+    ):
         save_file = importlib.import_module("safetensors.torch").save_file
         with files.atomic_write(directory / SAFETENSORS) as part:
             save_file({name: weight.clone() for name, weight in weights.items()}, part)
         written.append(SAFETENSORS)
         lines.append(f"{directory / SAFETENSORS}  the same tensors")
-    if "program" in wanted:
-        batch = _first_batch(trainer)
+    programs = [name for name in PROGRAMS if name in wanted]
+    for name in programs:
+        _are_there(PROGRAMS[name].packages, name, extra=name)
+    batch = _first_batch(trainer) if programs else None
+    traced: Traced | None = None
+    for name in programs:
+        kind = PROGRAMS[name]
         try:
-            cases, takes = _save_program(task, batch, directory / PROGRAM)
+            traced = traced or trace(task, batch)
+            with _quiet(), files.atomic_write(directory / kind.file) as part:
+                kind.save(traced, part)
         except Exception as error:  # torch.export raises many kinds
             if isinstance(error, OSError):
                 raise
-            line = f"torch.export can't take {type(task).__name__}.predict_step: "
+            line = f"{kind.maker} can't take {type(task).__name__}.predict_step: "
             line += first_line(error)
             if formats is not None:
-                raise Failure(f"{line}; leave program out of export.formats") from error
+                raise Failure(f"{line}; leave {name} out of export.formats") from error
             lines.append(line)
         else:
-            written.append(PROGRAM)
-            lines.append(f"{directory / PROGRAM}  takes {takes}, by torch.export.load")
+            cases = traced.cases
+            written.append(kind.file)
+            takes = ", ".join(f"{name}: {form}" for name, form in traced.takes.items())
+            lines.append(f"{directory / kind.file}  takes {takes}, by {kind.loader}")
     if set(wanted) != {"checkpoint"}:
         lines.append(_try_without_dpframe(directory, written, cases))
     return lines
@@ -115,8 +128,15 @@ class Predict(nn.Module):
         return self.task.predict_step(batch)
 
 
-def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, Any]], str]:
-    """Cases to try it with, and what it takes."""
+class Traced(NamedTuple):
+    """`predict_step` as a program, what it takes by its names, and cases to try it with."""
+
+    program: Any
+    takes: dict[str, str]
+    cases: list[tuple[Any, Any]]
+
+
+def trace(task: Task, batch: Any) -> Traced:
     names = list(_names(batch))
     tensors = {at: leaf for at, leaf in enumerate(leaves(batch)) if isinstance(leaf, Tensor)}
     program = _program(task, batch, tensors)
@@ -126,8 +146,6 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
     }
     if len(used) < len(tensors):
         program = _program(task, batch, used)
-    with _quiet(), files.atomic_write(path) as part, part.open("wb") as file:
-        torch.export.save(program, file)
     rows = len(next(iter(used.values())))
     cases = []
     with torch.no_grad():
@@ -135,8 +153,40 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
         for length in dict.fromkeys((rows, max(1, rows // 2))):
             inputs = [tensor[:length] for tensor in used.values()]
             cases.append((inputs, model(*inputs)))
-    takes = [f"{names[at]}: {_form(tensor)}" for at, tensor in used.items()]
-    return cases, ", ".join(takes)
+    return Traced(program, {names[at]: _form(tensor) for at, tensor in used.items()}, cases)
+
+
+def _save_program(traced: Traced, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.export.save(traced.program, file)
+
+
+def _save_onnx(traced: Traced, path: Path) -> None:
+    try:
+        made = torch.onnx.export(traced.program, input_names=list(traced.takes), dynamo=True)
+    except Exception as error:
+        raise error.__cause__ or error from None  # which names the operation
+    assert made is not None
+    made.save(path, external_data=False)
+
+
+class Kind(NamedTuple):
+    """A file with a program."""
+
+    file: str
+    maker: str
+    loader: str
+    save: Callable[[Traced, Path], None]
+    packages: tuple[str, ...] = ()
+
+
+PROGRAMS = {
+    "program": Kind(PROGRAM, "torch.export", "torch.export.load", _save_program),
+    "onnx": Kind(
+        *(ONNX, "torch.onnx.export", "onnxruntime.InferenceSession", _save_onnx),
+        packages=("onnx", "onnxscript", "onnxruntime"),
+    ),
+}
 
 
 def _program(task: Task, batch: Any, tensors: dict[int, Tensor]) -> Any:
@@ -203,14 +253,14 @@ def _first_batch(trainer: Trainer) -> Any:
     return mapped(here, first.shares[0].batch)
 
 
-def _has_safetensors(*, is_needed: bool) -> bool:
-    is_there = importlib.util.find_spec("safetensors") is not None
-    if is_needed and not is_there:
+def _are_there(packages: Sequence[str], kind: str, *, extra: str, is_needed: bool = True) -> bool:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing and is_needed:
+        packages_missing = "package" + "s" * (len(missing) > 1) + " " + ", ".join(missing)
         raise UserError(
-            "export.formats=safetensors needs the package safetensors: "
-            "pip install 'dpframe[export]'"
+            f"export.formats={kind} needs the {packages_missing}: pip install 'dpframe[{extra}]'"
         )
-    return is_there
+    return not missing
 
 
 def _names(batch: Any, name: str = "batch") -> Any:

@@ -14,7 +14,7 @@ from dpframe import UserError, checkpoint, load
 from dpframe.checkpoint import seal
 from dpframe.errors import Failure
 from dpframe.plugins.lab import export_files
-from dpframe.plugins.lab.export_files import PROGRAM, SAFETENSORS, WEIGHTS, write_files
+from dpframe.plugins.lab.export_files import ONNX, PROGRAM, SAFETENSORS, WEIGHTS, write_files
 from dpframe.recipes.boston import BostonData
 from dpframe.strategies.single import SingleGPU
 
@@ -45,6 +45,42 @@ def test_a_trained_recipe_predicts_the_same_by_torch_alone_and_what_does_not_is_
         assert torch.equal(net(rows), wanted)
     with pytest.raises(Failure, match="does not load without dpframe: .+"):
         export_files._try_without_dpframe(tmp_path / "there", [PROGRAM], [([rows], wanted + 1)])
+
+
+def test_a_trained_recipe_predicts_the_same_by_onnxruntime_alone(tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="needs dpframe[onnx]")
+    assert run_of(["recipe=boston", "trainer.max_epochs=1", "hydra.run.dir=run"], tmp_path)
+    best = "run/checkpoints/best.ckpt"
+    words = ["recipe=boston", "mode=export", f"checkpoint={best}", "hydra.run.dir=there"]
+    said = run_of([*words, "export.formats=[onnx]"], tmp_path)
+    assert f"there/{ONNX}  takes batch[0]: float32 [rows, 13], by onnxruntime" in said
+    assert "loaded without dpframe: the same outputs for 102 and 51 rows" in said
+    model = runtime.InferenceSession(str(tmp_path / "there" / ONNX))
+    rows = torch.randn(7, 13)
+    (got,) = model.run(None, {"batch[0]": rows.numpy()})
+    wanted = load(tmp_path / best).predict_step((rows,)).detach()
+    torch.testing.assert_close(torch.from_numpy(got), wanted)
+    with pytest.raises(Failure, match="does not load without dpframe: .+"):
+        export_files._try_without_dpframe(tmp_path / "there", [ONNX], [([rows], wanted + 1)])
+
+
+class Parts(Small):
+    more = ()
+
+    def predict_step(self, batch):
+        score = self.net(batch[0])
+        return {"score": score, "parts": [score[:, 0], (score.argmax(1), *self.more)]}
+
+
+def test_outputs_of_several_parts_are_compared_in_their_order(tmp_path):
+    pytest.importorskip("onnxruntime", reason="needs dpframe[onnx]")
+    lines = write_files(trainer(Parts(), Rows()), tmp_path, ["onnx", "program"])
+    assert lines[-1] == "loaded without dpframe: the same outputs for 4 and 2 rows"
+    task = Parts()
+    task.more = ("label",)
+    with pytest.raises(Failure, match="can't take Parts.*'label'.*; leave onnx out") as raised:
+        write_files(trainer(task, Rows()), tmp_path, ["onnx"])
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def run_of(words: list[str], folder: Path) -> str:
@@ -123,7 +159,7 @@ def test_leaves_of_a_batch_are_called_as_a_step_would():
 def test_what_can_not_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     refused = {
         "[]": "dpframe: export.formats=[] writes nothing; name formats",
-        "[onnx]": "export.formats=onnx is not one of program, weights, safetensors",
+        "[tflite]": "export.formats=tflite is not one of program, weights, safetensors, onnx",
         "[checkpoint]": "writes a checkpoint as one file; name it by checkpoint=last",
     }
     lines = [["recipe=boston", "mode=export", f"export.formats={given}"] for given in refused]
@@ -132,3 +168,5 @@ def test_what_can_not_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'dpframe\[export\]'$"):
         write_files(trainer(Small(), Rows()), tmp_path, ["safetensors"])
+    with pytest.raises(UserError, match=r"onnx, onnxscript, onnxruntime: .*\[onnx\]'$"):
+        write_files(trainer(Small(), Rows()), tmp_path, ["onnx"])
