@@ -34,6 +34,7 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_scores_that_attention_computes_again_in_its_backward_do_not_count",
     "test_what_moves_by_a_replicas_rows_is_named",
     "test_rows_that_can_not_be_told_are_asked_for",
     "test_rows_are_counted_as_the_user_says",

@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import forked
+import injector
 import pytest
 import torch
 from command import ROOT, attempts, cold_dpframe, dpframe, launcher, write
@@ -230,3 +232,38 @@ def test_what_can_not_be_gone_on_with_is_one_line(undisturbed):
         assert (one.code, one.out, one.err.count("\n")) == (2, "", 1), one
         assert one.err.startswith(f"dpframe: {said}"), one.err
     assert [path.name for path in (undisturbed / "elsewhere").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "variables"),
+    [
+        (["strategy=cpu"], {}),
+        (["strategy=ddp", "trainer.gpus=2"], {"SUBMITIT_PREEMPT_SIGNAL": "QUIT"}),
+    ],
+    ids=["USR2", "another one, two ranks"],
+)
+def test_a_point_that_submitit_preempts_is_queued_again_and_ends_with_the_same_bits(
+    tmp_path, strategy, variables
+):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs dpframe[slurm]")
+    once = injector.fail_at(0, 5, "preempt")
+    line = [*injector.words(tmp_path, *strategy, "logger=none")[:2], *strategy, "logger=none"]
+    submitted = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2", "seed=0"]
+    paths = f"{ROOT}:{ROOT / 'tests'}"
+    done = forked.run(
+        ["-m", *line, "hydra.sweep.dir=swept", *submitted],
+        tmp_path,
+        PYTHONPATH=paths,
+        **once,
+        **variables,
+    )
+    logs = "".join(path.read_text() for path in tmp_path.glob("swept/.submitit/*/*log.*"))
+    assert injector.has_fired(tmp_path) and "sweep: 1 of 1 runs finished" in done.stdout, logs
+    assert "Requeued job" in logs
+    forked.run([*line, "seed=0", "hydra.run.dir=whole"], tmp_path)
+    (point,) = tmp_path.glob("swept/0*")
+    swept, whole = (
+        checkpoint.load(run / "checkpoints" / "last.ckpt")["task"]
+        for run in (point, tmp_path / "whole")
+    )
+    assert is_same([swept], [whole])
