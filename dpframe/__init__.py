@@ -23,6 +23,7 @@ _HOME = {
     "DataModule": "dpframe.data",
     "LRSchedule": "dpframe.schedules",
     "Logger": "dpframe.loggers",
+    "Mix": "dpframe.data.mix",
     "Result": "dpframe.cli.api",
     "RunInfo": "dpframe.trainer",
     "ShardedStream": "dpframe.data.stream",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from dpframe.config.load import load as load
     from dpframe.data import DataModule as DataModule
     from dpframe.data.batches import Batches as Batches
+    from dpframe.data.mix import Mix as Mix
     from dpframe.data.stream import ShardedStream as ShardedStream
     from dpframe.errors import UserError as UserError
     from dpframe.layers.dropout import dropout_rows as dropout_rows

@@ -1,7 +1,7 @@
 """The order of an epoch: which rows make which global batch, by a seed or by the user's sampler."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from dpframe import seeding
+from dpframe.data.mix import Mix
 from dpframe.errors import UserError
 
 Agree = Callable[[Any], Any]
@@ -32,6 +33,10 @@ def order_of(
         if sampler is not None:
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
         return None
+    if isinstance(dataset, Mix):
+        if sampler is not None:
+            raise UserError(f"{label} an order of a dpframe.Mix, which has its own; leave it out")
+        return MixOrder(dataset.rows, batch_size, shuffle, seed, drop_last, mix=dataset)
     if sampler is not None:
         return SamplerOrder(sampler, batch_size, len(dataset), seed, agree, drop_last, label)
     return Order(len(dataset), batch_size, shuffle, seed, drop_last)
@@ -60,14 +65,29 @@ class Order:
     def batches(self) -> int:
         return -(-self.end // self.batch_size)
 
-    def epoch(self, epoch: int) -> Iterator[Tensor]:
+    def numbers(self, epoch: int) -> Tensor:
         if self.shuffle:
-            rows = permutation(self.rows, seed=self.seed, epoch=epoch)
-        else:
-            rows = torch.arange(self.rows)
+            return permutation(self.rows, seed=self.seed, epoch=epoch)
+        return torch.arange(self.rows)
+
+    def epoch(self, epoch: int) -> Iterator[Tensor]:
+        rows = self.numbers(epoch)
         # Not `rows.split`, which makes millions of tensors at once of a large data set.
         for start in range(0, self.end, self.batch_size):
             yield rows[start : start + self.batch_size]
+
+
+@dataclass
+class MixOrder(Order):
+    """Of a Mix, each of whose sets goes on from epoch to epoch."""
+
+    mix: Mix = field(kw_only=True)
+
+    def numbers(self, epoch: int) -> Tensor:
+        return self.mix.numbers(epoch * self.end, (epoch + 1) * self.end, self._pass)
+
+    def _pass(self, place: int, rows: int, number: int) -> Tensor:
+        return Order(rows, 1, self.shuffle, seeding.mix(self.seed, place)).numbers(number)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from dpframe.data.contents import OF_COLLATE, Contents, contents_of
 from dpframe.data.generators import Draws, Generators, OfProcess
+from dpframe.data.mix import Mix
 from dpframe.data.module import DataModule, Pieces, cuts, leaves
 from dpframe.errors import UserError, listed
 
@@ -151,6 +152,8 @@ class Rows:
         if self.are_tensors:
             return f"{len(self.dataset):,} rows as tensors, index_select"
         by = "__getitems__" if getattr(self.dataset, "__getitems__", None) else "__getitem__"
+        if isinstance(self.dataset, Mix):
+            return f"{self.dataset.described()} by {by}"
         return f"{len(self.dataset):,} rows by {by}"
 
 

@@ -17,6 +17,7 @@ from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
 from dpframe.data.batches import Batches
 from dpframe.data.divided import ByRank, OwnRows, are_alike, unlike
 from dpframe.data.input import dataset_of
+from dpframe.data.mix import Mix
 from dpframe.data.order import Order, SamplerOrder
 from dpframe.data.pieces import Cut
 from dpframe.data.prefetch import keep_on, prefetched
@@ -101,7 +102,7 @@ class TrainingData:
     def warn_of_a_short_batch(self) -> None:
         """A batch of all rows may be meant, so that it is not refused; the steps of an epoch, what
         a learning rate is chosen for and the banner are not what they seem to be."""
-        rows = len(self.dataset) if isinstance(self.train.order, Order) else math.inf
+        rows = self.train.order.rows if isinstance(self.train.order, Order) else math.inf
         if rows < self.source.batch_size:
             log.warning(
                 "a batch is %s rows, and there are %s to train on: each batch is all of them; "
@@ -214,10 +215,11 @@ def _by_rank(
         )
     if isinstance(source.dataset, IterableDataset):
         return source
-    if source.sampler is not None:
+    if source.sampler is not None or isinstance(source.dataset, Mix):
+        what = "a dpframe.Mix" if source.sampler is None else "a sampler of its own"
         raise UserError(
-            "data.divided=by_rank with a sampler of its own, which can't know how many rows the "
-            "other processes have; leave it out"
+            f"data.divided=by_rank with {what}, which can't know how many rows the other processes "
+            "have; leave it out"
         )
     own = OwnRows(source.dataset, shuffle=source.shuffle, seed=seed, rank=strategy.rank)
     return replace(source, dataset=own)
@@ -240,6 +242,11 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
         if dataset is None:
             raise _no_dataset(kind, data, label)
         sources[name] = source = Source.of(dataset, data, label, kind=kind)
+        if kind != "train" and isinstance(source.dataset, Mix):
+            raise UserError(
+                f"{label} returned a dpframe.Mix, which is an order to train in; return a dict of "
+                "its sets by their names"
+            )
         if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
             is_alone = kind == "val" and not is_dict
             hint = "return None for no validation" if is_alone else "it needs at least one"

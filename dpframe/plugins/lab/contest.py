@@ -119,8 +119,10 @@ def train(job: Composed, name: str) -> Entry:
 
 def _rows_of_epoch(trainer: Trainer) -> int | None:
     """None: a stream, of which nobody has counted the rows."""
-    source, batches = trainer.feed.source, trainer.feed.batches_per_epoch
-    return None if batches is None else min(batches * source.batch_size, len(source.dataset))
+    feed, order = trainer.feed, trainer.feed.train.order
+    if order is None or feed.batches_per_epoch is None:
+        return None
+    return min(feed.batches_per_epoch * feed.source.batch_size, order.rows)
 
 
 class Pace(Callback):

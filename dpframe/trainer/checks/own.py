@@ -195,7 +195,7 @@ def shares_of(feed: TrainingData, settings: TrainerSettings, replicas: int) -> s
     """How many rows replicas get, as far as that is known."""
     size = feed.source.batch_size
     batches = {size}
-    rows = len(feed.dataset) if hasattr(feed.dataset, "__len__") else 0
+    rows = 0 if feed.train.order is None else feed.train.order.rows
     is_whole = feed.source.drop_last or settings.limit("train", rows // size) is not None
     if rows and rows % size and not is_whole:
         batches.add(rows % size)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dpframe.composite import parts_of
 from dpframe.data import DataModule
+from dpframe.data.mix import Mix
 from dpframe.launch import interpreter
 from dpframe.parameters import groups_of
 from dpframe.task import Task
@@ -79,6 +80,8 @@ def fingerprint(
         facts |= _of_schedule(update, make, config if "task" in run.config else {})
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
+    if isinstance(feed.dataset, Mix):
+        facts["the data"] = feed.dataset.described()
     if feed.train.division is not None:
         facts["the stream"] = feed.train.division.described()
     if feed.train.rows.is_stream:  # whose collate draws other random numbers in a worker
