@@ -209,11 +209,7 @@ class RowsOfBatch:
             ongoing.watch.gathers = True
         if rows := current_share.rows:
             refuse_unlike_forward(f"{name}.all_gather")
-            if self.run_context.is_cut and current_share.turn is not None:
-                raise UserError(
-                    f"{name}.all_gather wants all rows of a batch, and trainer.micro_batch "
-                    "computes some at a time; use trainer.micro_batch=null"
-                )
+            _refuse_pieces(self.run_context, f"{name}.all_gather")
         if rows and (not x.ndim or not len(x) or len(x) % rows):
             raise UserError(
                 f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
@@ -249,10 +245,19 @@ def gather_shares(x: Tensor, who: str) -> Tensor:
     it."""
     if (strategy := _that_gathers(current_share.context, who)) is None:
         return x[None]
+    _refuse_pieces(current_share.context, who)
     if current_share.gathered is not None:
         return _gathered_before(x[None], f"{who} changes in place what it gathered")
     shares = [part for part in split(range(current_share.total), strategy.replicas) if part]
     return _kept(strategy.gather_shares(x, len(shares)), x)
+
+
+def _refuse_pieces(context: Context, who: str) -> None:
+    if context.is_cut and current_share.turn is not None:
+        raise UserError(
+            f"{who} wants all rows of a batch, and trainer.micro_batch computes some at a time; "
+            "use trainer.micro_batch=null"
+        )
 
 
 def _kept(gathered: Tensor | None, own: Tensor) -> Tensor:

@@ -178,6 +178,15 @@ class Gathers(Small):
         return {"loss": x.square().mean()}
 
 
+class ByName(Small):
+    """Losses that count other rows in each piece."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        error, some = (self.net(x)[:, 0] - y).square(), x[:, 0] > 0
+        return {"loss": {"some": (error[some].mean(), some.sum()), "all": (error.mean(), len(x))}}
+
+
 class Summed(Small):
     def training_step(self, batch: Any) -> Any:
         return {"loss": self.net(batch[0]).square().sum()}
@@ -190,9 +199,15 @@ def normed() -> Task:
 
 
 THAWS = Hooks(on_epoch_start=lambda trainer: trainer.task.net[1].train(trainer.epoch > 0))
+COUNTS = "losses by name gather what they count"
 BY_ONE = "wants all rows of a batch, and trainer.micro_batch computes some at a time; "
 REFUSED: list[tuple[Any, Any, str]] = [
     (Gathers, {"share_check": "off"}, f"Gathers.all_gather {BY_ONE}use trainer.micro_batch=null"),
+    (
+        ByName,
+        {},
+        f"{COUNTS}: ByName {BY_ONE}use trainer.micro_batch=null",
+    ),
     (normed, {}, f"net.1, a BatchNorm, {BY_ONE}put it into evaluation mode, or use"),
     (normed, {"callbacks": [THAWS]}, f"net.1, a BatchNorm, {BY_ONE}put it into evaluation"),
     (Summed, {}, "depends on how its rows are shared .*, so pieces of a batch would train by ano"),
