@@ -12,6 +12,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from dpframe import seeding
 from dpframe.data import split
+from dpframe.data.module import OfSets
 from dpframe.errors import UserError
 from dpframe.parameters import version_of
 
@@ -23,6 +24,7 @@ class CurrentShare(threading.local):
         self.rows = 0  # outside of a step
         self.total = 0
         self.places: Sequence[int] | None = None
+        self.of_sets = False  # whether they are rows of several sets, some of each
         self.turn: str | None = None
         self.context: Any = None  # of the task that computes it
         self.draws = 0
@@ -35,7 +37,9 @@ class CurrentShare(threading.local):
     def of(self, share: Any, context: Any, turn: str | None = None) -> "CurrentShare":
         """For a `with`: a step of this share, in training with the name of its turn. `context` is
         the task's."""
-        _, self.rows, self.total, self.places = share
+        _, self.rows, self.total, places = share
+        self.of_sets = type(places) is OfSets
+        self.places = sorted(places) if self.of_sets else places
         self.context, self.turn, self.draws = context, turn, 0
         self.calls, self.seed = {}, None
         return self
@@ -218,6 +222,15 @@ class RowsOfBatch:
         if current_share.gathered is not None:
             return _gathered_before(x, f"{name} changes in place what self.all_gather gave")
         gathered = strategy.gather_rows(x, current_share.total if rows else 0)
+        if rows and gathered is not x and current_share.of_sets:
+            if len(x) != rows:
+                raise UserError(
+                    f"{name}.all_gather got {len(x)} rows in a share of {rows} rows of several "
+                    "sets; gather a tensor with one row for each"
+                )
+            places = torch.tensor(current_share.places, device=x.device)
+            order = strategy.gather_rows(places, current_share.total)
+            gathered = gathered[order.argsort()]
         return _kept(None if gathered is x else gathered, x)
 
     def checkpoint_contexts(self) -> tuple[Any, Any]:

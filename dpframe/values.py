@@ -2,6 +2,7 @@
 
 import math
 import types
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from itertools import chain
@@ -34,6 +35,7 @@ WORDS = {
     list: "a list",
     list[str]: "a list of names",
     list[int]: "a list of whole numbers",
+    Mapping[str, int]: "a whole number for each training set",
 }
 
 

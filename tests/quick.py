@@ -35,6 +35,8 @@ FILES = {
 }
 TESTS = {
     "test_scores_that_attention_computes_again_in_its_backward_do_not_count",
+    "test_a_set_with_fewer_rows_than_replicas_is_told",
+    "test_what_a_step_can_not_have_together_is_refused_in_one_line",
     "test_after_any_row_each_set_has_had_its_part_to_a_row",
     "test_what_can_not_be_mixed_is_refused_in_one_line",
     "test_what_moves_by_a_replicas_rows_is_named",

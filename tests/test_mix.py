@@ -40,9 +40,12 @@ def of(name: str, rows: list[str]) -> list[str]:
 
 
 WHOLE = {"web": 3, "code": 1, "maths": 0}
+HALVES = {"web": 0.5, "code": 1, "maths": 0.25}
 
 
-@pytest.mark.parametrize("weights", [WEIGHTS, WHOLE, {"web": 1, "code": 2**0.5, "maths": 3}])
+@pytest.mark.parametrize(
+    "weights", [WEIGHTS, WHOLE, HALVES, {"web": 1, "code": 2**0.5, "maths": 3}]
+)
 def test_after_any_row_each_set_has_had_its_part_to_a_row(weights):
     rows = sum(mixed(weights, epochs=3, rows=100), [])
     for name, weight in weights.items():
@@ -157,6 +160,7 @@ REFUSED: list[tuple[Any, str]] = [
     (({"a": ROWS}, {"a": -1}), "got the weights {'a': -1}; pass numbers from 0 on"),
     (({"a": ROWS}, {"a": "1"}), "got the weights {'a': '1'}; pass numbers"),
     (({"a": ROWS}, {"a": 0}), "got the weights {'a': 0}; pass numbers from 0 on, not all 0"),
+    (({"a": ROWS, "b": ROWS}, {"a": 1, "b": 1e-9}), "the weight 1e-09 for 'b', less than a milli"),
     (({"a": ROWS}, {"a": 1}, 0), "rows= of dpframe.Mix=0 is out of range; use 1 or more"),
 ]
 
@@ -172,21 +176,11 @@ class Validated(Mixed):
         return self.train_dataset()
 
 
-class Sampled(Mixed):
-    def train_sampler(self, dataset: Any) -> Any:
-        return range(11)
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (Validated, r"val_dataset\(\) returned a dpframe.Mix, which is an order to train in"),
-        (Sampled, "train_sampler returned an order of a dpframe.Mix, which has its own"),
-    ],
-)
-def test_a_mix_has_an_order_of_its_own_to_train_in(kind, said):
-    with pytest.raises(UserError, match=said):
-        fitted(Small(), kind())
+def test_a_mix_is_no_set_to_evaluate_on():
+    with pytest.raises(
+        UserError, match=r"val_dataset\(\) returned a dpframe.Mix, which is an orde"
+    ):
+        fitted(Small(), Validated())
 
 
 def test_parts_of_its_own_for_each_rank_are_refused():

@@ -25,6 +25,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.drop_last",
     "data.eval_batch_size",
     "data.input",
+    "data.length",
     "data.persistent_workers",
     "data.pin_memory",
     "data.shuffle",

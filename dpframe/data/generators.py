@@ -33,9 +33,9 @@ class Generators:
     They are seeded before each row, each with a seed of its own, by the place of the row in the
     global batch: so it does not matter which process reads it. Afterwards they are as before."""
 
-    def __init__(self, dataset: Any, collate: Any = None, *others: OfProcess) -> None:
-        in_collate = walked(collate, deepest=OF_COLLATE, items=ITEMS)
-        values = [value for _, value in chain(walked(dataset, items=ITEMS), in_collate)]
+    def __init__(self, dataset: Any, collates: Sequence[Any] = (), *others: OfProcess) -> None:
+        in_collates = (walked(each, deepest=OF_COLLATE, items=ITEMS) for each in collates)
+        values = [value for _, value in chain(walked(dataset, items=ITEMS), *in_collates)]
         classes = dict.fromkeys(chain(*(type(value).__mro__ for value in values)))
         of_classes = (vars(each).values() for each in classes if each.__module__ not in OF_OTHERS)
         of_kind = kinds()

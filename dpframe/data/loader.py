@@ -13,10 +13,11 @@ from dpframe import seeding
 from dpframe.data.batches import Batches, BatchReader
 from dpframe.data.divided import ByRank
 from dpframe.data.generators import Draws
-from dpframe.data.module import Batch, Share, Shares, mapped
-from dpframe.data.order import Agree, order_of
+from dpframe.data.module import Batch, OfSets, Share, Shares, mapped
+from dpframe.data.order import Agree, TogetherOrder, order_of
 from dpframe.data.reading import Rows, Table, table_of
 from dpframe.data.stream import Division, Place, Reader, check
+from dpframe.data.together import Parts
 from dpframe.data.workers import Processes, Workers
 from dpframe.errors import UserError
 
@@ -45,7 +46,7 @@ class Loader:
         shares: Shares,
         shuffle: bool = False,
         seed: int = 0,
-        sampler: Iterable | None = None,
+        sampler: Iterable | Parts | None = None,
         workers: int | Workers = 0,
         collate: Callable[[list], Any] = default_collate,
         piece: int | None = None,
@@ -173,25 +174,29 @@ class Loader:
         if self._processes is not None:
             self._processes.warn_if_changed()
 
-    def _places_of(self, total: int) -> list[Sequence[int]]:
+    def _places_of(self, places: Sequence[int]) -> list[Sequence[int]]:
         """Of the rows of the local shares, in a batch."""
         try:
-            return self._shares(range(total))
+            return self._shares(places)
         except TypeError:  # of a strategy that cuts tensors alone
-            numbers: Any = torch.arange(total)
+            numbers: Any = torch.tensor(places)
             return [share.tolist() for share in self._shares(numbers)]  # type: ignore[attr-defined]
 
     def _placed(self, epoch: int, skip: int, limit: int | None) -> Plan:
         """An epoch's batches as row numbers, cut into local shares."""
         known, places = -1, list[Sequence[int]]()
         assert self.order is not None
+        several = self.order if isinstance(self.order, TogetherOrder) else None
         batches = iter(self.order.epoch(epoch))
         if self.device.type != "cpu":
             batches = iter(copied(batches, self.device))
         for batch, rows in enumerate(islice(batches, skip, limit), skip):
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
-            if (total := rows.numel()) != known:
-                known, places = total, self._places_of(total)
+            total = rows.numel()
+            if several is not None:
+                places = [OfSets(each) for each in self._places_of(several.places(rows))]
+            elif total != known:
+                known, places = total, self._places_of(range(total))
             yield batch, [(share, share.numel()) for share in shares], places, total
 
     def _requests(self, epoch: int | None, skip: int, limit: int | None) -> Iterator[tuple]:
@@ -268,7 +273,7 @@ class Loader:
                 # Its shares are not those of a split: no rank knows the others'.
                 yield Batch([Share(batch, n) for batch, n in shares], total)
             else:
-                pairs = zip(shares, self._places_of(total), strict=True)
+                pairs = zip(shares, self._places_of(range(total)), strict=True)
                 yield Batch([Share(*share, total, place) for share, place in pairs], total)
 
     def _counted(self, rows: int, tally: Tally) -> int:

@@ -1,7 +1,9 @@
 """A Mix: one order over several data sets, in proportions that are exact after any row."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +18,17 @@ Pass = Callable[[int, int, int], Tensor]
 """Of the number of a set, its rows and which pass it is: the order of these rows."""
 
 
-class Mix(ConcatDataset):
+class Several(ConcatDataset):
+    """Data sets by name that are read as one."""
+
+    names: list[str]
+
+    def described(self) -> str:
+        """For the banner, and for what a resumed run has in common."""
+        raise NotImplementedError
+
+
+class Mix(Several):
     """Several data sets by name as one to train on: `Mix({"web": a, "code": b}, {"web": 7,
     "code": 3})` has 7 rows of `web` for 3 of `code`, and they are spread evenly.
 
@@ -35,9 +47,15 @@ class Mix(ConcatDataset):
         super().__init__(sets.values())
         self.names = [*sets]
         self.parts = _whole([float(weights[name]) for name in sets])
+        for name, part in zip(sets, self.parts, strict=True):
+            if weights[name] and not part:
+                raise UserError(
+                    f"dpframe.Mix got the weight {weights[name]} for {name!r}, less than a "
+                    "millionth of all; leave it out, or use 0"
+                )
         self.rows = len(self) if rows is None else int(rows)
         ends = torch.tensor(self.parts).cumsum(0)
-        self._sets = torch.bucketize(spread(self.parts), ends, right=True)
+        self._sets = torch.bucketize(spread(tuple(self.parts)), ends, right=True)
 
     def numbers(self, start: int, stop: int, pass_of: Pass) -> Tensor:
         """The rows `start` to `stop` of a whole run, as numbers of this data set's rows."""
@@ -57,12 +75,12 @@ class Mix(ConcatDataset):
         return numbers
 
     def described(self) -> str:
-        """For the banner."""
         parts = [f"{part:,} {name}" for name, part in zip(self.names, self.parts, strict=True)]
         return f"a mix of {' to '.join(parts)}, {self.rows:,} rows an epoch"
 
 
-def spread(counts: Sequence[int]) -> Tensor:
+@lru_cache(64)
+def spread(counts: tuple[int, ...]) -> Tensor:
     """The numbers of so many rows of each set, those of the first set first, in an order in which
     each set comes evenly: any stretch has its part of each, to about a row."""
     times = [(2 * torch.arange(count) + 1).double() / (count or 1) for count in counts]
@@ -70,13 +88,13 @@ def spread(counts: Sequence[int]) -> Tensor:
 
 
 def _whole(weights: list[float]) -> list[int]:
-    """In whole numbers, to a millionth."""
-    divisor = math.gcd(*map(int, weights))
-    parts = [int(weight) // divisor for weight in weights] if divisor else [0]
-    if [part * divisor for part in parts] != weights or sum(parts) > MOST:
+    """In whole numbers: exactly if these are small enough, else to a millionth."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(each.denominator for each in exact))
+    parts = [int(each * scale) for each in exact]
+    if sum(parts) // math.gcd(*parts) > MOST:
         parts = [round(MOST * weight / sum(weights)) for weight in weights]
-        parts = [part // math.gcd(*parts) for part in parts]
-    return parts
+    return [part // math.gcd(*parts) for part in parts]
 
 
 def _check(sets: Any, weights: Any) -> None:

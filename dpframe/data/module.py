@@ -26,7 +26,9 @@ class DataModule:
     """The data of a recipe: `prepare_data` is called once on each machine, then `setup` in each
     process, and then those methods that return the data sets which a mode reads.
 
-    `batch_size` is global: what one micro-step sees over all replicas.
+    `batch_size` is global: what one micro-step sees over all replicas. Where there are several
+    training sets it is that of each, or a dict of numbers by their names, and `length` says whose
+    batches make an epoch: those of the `longest` set, of the `shortest`, or of the one of a name.
 
     `workers` is the number of processes that read for each rank; "auto" measures how many pay off.
     `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
@@ -45,6 +47,7 @@ class DataModule:
     divided: str | None = None
     persistent_workers: bool | str = "auto"
     pin_memory: bool = True
+    length: str = "longest"
     own_class: type | None = None  # where the user's code is, if not in this class
     has_preparation = False  # a `prepare_data` of its own
 
@@ -59,7 +62,7 @@ class DataModule:
 
     def __init__(
         self,
-        batch_size: int = 32,
+        batch_size: int | Mapping[str, int] = 32,
         workers: int | str = 0,
         shuffle: bool = True,
         divide_streams: bool = False,
@@ -69,8 +72,9 @@ class DataModule:
         input: str | None = None,
         persistent_workers: bool | str = "auto",
         pin_memory: bool = True,
+        length: str | None = None,
     ) -> None:
-        self.batch_size = batch_size
+        self.batch_size: Any = batch_size
         self.workers = workers
         self.shuffle = shuffle
         self.divide_streams = divide_streams
@@ -80,6 +84,8 @@ class DataModule:
         self.input = input
         self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
+        if length is not None:  # a class of its own may have something else of that name
+            self.length = length
 
     def prepare_data(self) -> None:
         """Downloads and converts files: called once on each machine, before any of its processes
@@ -88,8 +94,9 @@ class DataModule:
     def setup(self) -> None:
         """Reads what the data sets need; runs once in every process, before they are asked for."""
 
-    def train_dataset(self) -> Dataset | DataLoader | None:
-        """A ready DataLoader's batch is the global one."""
+    def train_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
+        """A ready DataLoader's batch is the global one. Of several sets by name, a step gets a dict
+        of batches."""
         return None
 
     def val_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
@@ -134,6 +141,11 @@ class Share(NamedTuple):
     rows: int
     total: int = 0
     places: Sequence[int] | None = None  # of its rows in the global batch
+
+
+class OfSets(tuple):
+    """The places of a share's rows of several sets, as they are read. A step has them sorted: the
+    collate puts the rows of a set together."""
 
 
 class Batch(NamedTuple):

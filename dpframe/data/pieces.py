@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dpframe.data.module import Pieces, Share, cuts
+from dpframe.data.module import OfSets, Pieces, Share, cuts
 
 
 class Cut(NamedTuple):
@@ -35,6 +35,8 @@ def in_pieces(share: Share, most: int, count: int) -> list[Share]:
         else:
             batch = [tensor[part] for tensor in share.batch]
         places = None if share.places is None else share.places[part]
+        if isinstance(share.places, OfSets) and places is not None:
+            places = OfSets(places)
         pieces.append(Share(batch, len(cut), share.total, places))
     nothing = Share(None, 0, share.total, None if share.places is None else [])
     return pieces + [nothing] * (count - len(pieces))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from dpframe.data.contents import OF_COLLATE, Contents, contents_of
 from dpframe.data.generators import Draws, Generators, OfProcess
-from dpframe.data.mix import Mix
+from dpframe.data.mix import Several
 from dpframe.data.module import DataModule, Pieces, cuts, leaves
 from dpframe.errors import UserError, listed
 
@@ -67,8 +67,7 @@ class Rows:
     def generators(self) -> Generators:
         """Of their own, as they are in this process in this epoch, and the process's."""
         if self._generators is None:
-            collate = self.collate if self.has_own_collate else None
-            self._generators = Generators(self.dataset, collate, OfProcess())
+            self._generators = Generators(self.dataset, self._collates, OfProcess())
         return self._generators
 
     def read(self, rows: list[int], draws: Draws | None = None) -> Any:
@@ -136,14 +135,23 @@ class Rows:
             raise
 
     @property
+    def _collates(self) -> Sequence[Any]:
+        """Those of their own."""
+        if isinstance(self.collate, ByName):
+            return [each.collate for each in self.collate.rows.values() if each.has_own_collate]
+        return [self.collate] if self.has_own_collate else []
+
+    @property
     def name(self) -> str:
         return _name_of(self.dataset)
 
     def contents(self) -> Contents:
         """What is in the data set, and in the attributes of what has the collate."""
-        return contents_of(self.dataset, self.name) | (
-            contents_of(self.collate, "collate", deepest=OF_COLLATE) if self.has_own_collate else {}
-        )
+        contents = contents_of(self.dataset, self.name)
+        for number, collate in enumerate(self._collates):
+            name = "collate" + f" {number}" * (number > 0)
+            contents |= contents_of(collate, name, deepest=OF_COLLATE)
+        return contents
 
     def described(self) -> str:
         """For the banner, e.g. `404 rows as tensors, index_select`."""
@@ -152,9 +160,38 @@ class Rows:
         if self.are_tensors:
             return f"{len(self.dataset):,} rows as tensors, index_select"
         by = "__getitems__" if getattr(self.dataset, "__getitems__", None) else "__getitem__"
-        if isinstance(self.dataset, Mix):
+        if isinstance(self.dataset, Several):
             return f"{self.dataset.described()} by {by}"
         return f"{len(self.dataset):,} rows by {by}"
+
+
+class Row(NamedTuple):
+    """A row of one of the sets, by its number there."""
+
+    name: str
+    number: int
+    row: Any
+
+
+class ByName:
+    """The collate: a dict of the batches of those sets of which there are rows."""
+
+    def __init__(self, rows: dict[str, Rows]) -> None:
+        self.rows = rows
+
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
+        batches = {}
+        for name, of in self.rows.items():
+            if here := [row for row in rows if row.name == name]:
+                numbers = [row.number for row in here]
+                batches[name] = of.combine([row.row for row in here], numbers)
+        return batches
+
+    def places(self, rows: Sequence[Row]) -> list[int]:
+        """Of each row in the dict: the rows of the first set come first."""
+        names = [*self.rows]
+        order = sorted(range(len(rows)), key=lambda place: names.index(rows[place].name))
+        return sorted(range(len(rows)), key=order.__getitem__)
 
 
 def _each(

@@ -1,5 +1,6 @@
 """What `data.*` may be of every DataModule; a recipe's class has keys of its own beside them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
@@ -12,7 +13,7 @@ BY_RANK = "by_rank"
 class DataSettings:
     """The attributes of a DataModule, with the same defaults."""
 
-    batch_size: int = 32
+    batch_size: int | Mapping[str, int] = 32  # or of each training set by its name
     workers: int | Literal["auto"] = 0
     shuffle: bool = True
     divide_streams: bool = False
@@ -25,7 +26,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_types(self, "data")
-        refuse_below("data.batch_size", self.batch_size)
+        size = self.batch_size
+        for name, rows in size.items() if isinstance(size, Mapping) else [("", size)]:
+            refuse_below(f"data.batch_size{'.' * bool(name)}{name}", rows)
         refuse_below("data.eval_batch_size", self.eval_batch_size)
         if self.workers != "auto":
             refuse_below("data.workers", self.workers, 0)

@@ -1,6 +1,6 @@
 """A source: a data set and how it is read, by its DataModule or by a ready DataLoader."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Source:
     dataset: Any
     batch_size: int  # global: rows over all replicas; 0: unknown, of ready batches
     shuffle: bool
-    sampler: Iterable | None
+    sampler: Any  # an Iterable, or of several sets their Parts
     workers: int | str
     collate: Callable[[list], Any]
     drop_last: bool = False
@@ -44,9 +44,12 @@ class Source:
     method: str = ""  # that returned it
 
     @classmethod
-    def of(cls, given: Any, data: DataModule, method: str, *, kind: str) -> "Source":
-        """Of what the DataModule's `method` returned; only `train` shuffles. A stream to `predict`
-        is not divided, since its rows have an order."""
+    def of(
+        cls, given: Any, data: DataModule, method: str, *, kind: str, name: str = ""
+    ) -> "Source":
+        """Of what the DataModule's `method` returned, in training under a name where there are
+        several; only `train` shuffles. A stream to `predict` is not divided, since its rows have an
+        order."""
         trains = kind == "train"
         if isinstance(given, DataLoader):
             DataSettings.of(data, "divided", "divide_streams", "drop_last")
@@ -64,9 +67,12 @@ class Source:
         DataSettings.of(data)
         sampler = data.train_sampler(given) if trains else None
         shuffle = trains and data.shuffle
+        size = data.batch_size if trains else data.eval_batch_size or data.batch_size
+        if isinstance(size, Mapping):
+            size = _rows_of(size, name, method) if trains else evaluated_rows(data)
         return cls(
             given,
-            data.batch_size if trains else data.eval_batch_size or data.batch_size,
+            size,
             shuffle,
             sampler,
             data.workers,
@@ -81,6 +87,23 @@ class Source:
             pin_memory=data.pin_memory,
             method=method,
         )
+
+
+def evaluated_rows(data: DataModule) -> int:
+    """Of a batch of validation, test or prediction: as many as a step has, if nothing is said."""
+    size = data.eval_batch_size or data.batch_size
+    return sum(size.values()) if isinstance(size, Mapping) else size
+
+
+def _rows_of(sizes: Mapping[str, int], name: str, method: str) -> int:
+    """Of a training set in each batch."""
+    if name not in sizes:
+        use = f"add one for {name}" if name else "use one number"
+        raise UserError(
+            f"data.batch_size has numbers for {', '.join(map(str, sizes))}, and none for {method}; "
+            f"{use}"
+        )
+    return int(sizes[name])
 
 
 def _of_batches(given: Batches, data: DataModule, method: str, *, kind: str) -> Source:
@@ -114,7 +137,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
     )
     batch_size: Any = given.batch_size
     if batch_size is None:
-        batch_size = getattr(given.batch_sampler, "batch_size", data.batch_size)
+        batch_size = getattr(given.batch_sampler, "batch_size", evaluated_rows(data))
     collate = given.collate_fn
     is_dropped = (trains and data.drop_last) or given.drop_last
     if not is_plain and given.drop_last:

@@ -10,6 +10,7 @@ import torch
 
 from dpframe.callbacks.banner import batch
 from dpframe.checkpoint import seal
+from dpframe.data.source import evaluated_rows
 from dpframe.devices import memory
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
@@ -72,8 +73,7 @@ def _about_batch(trainer: Trainer, doing: str) -> str:
     """What to set so that a step is smaller."""
     settings, data, replicas = trainer.settings, trainer.data, trainer.strategy.replicas
     is_trained = doing == "training"
-    evaluated = data.eval_batch_size or data.batch_size
-    rows = trainer.feed.source.batch_size if is_trained else evaluated
+    rows = trainer.feed.source.batch_size if is_trained else evaluated_rows(data)
     if not rows:
         return "make the batches of its loader smaller"
     share = -(-rows // replicas)

@@ -18,11 +18,12 @@ from dpframe.data.batches import Batches
 from dpframe.data.divided import ByRank, OwnRows, are_alike, unlike
 from dpframe.data.input import dataset_of
 from dpframe.data.mix import Mix
-from dpframe.data.order import Order, SamplerOrder
+from dpframe.data.order import Order, SamplerOrder, TogetherOrder
 from dpframe.data.pieces import Cut
 from dpframe.data.prefetch import keep_on, prefetched
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
+from dpframe.data.together import Together, together
 from dpframe.data.workers import Workers, cores_per_rank, measured
 from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
@@ -68,7 +69,9 @@ class TrainingData:
         *,
         seed: int,
     ) -> "TrainingData":
-        source = _by_rank(_sources("train", data)[""], strategy, settings, seed, trains=True)
+        sources = _sources("train", data)
+        source = sources.get("") or together(sources, data)
+        source = _by_rank(source, strategy, settings, seed, trains=True)
         train = _loader(source, strategy, settings, seed=seed, piece=settings.micro_batch)
         has_validation = _returned("val", data) is not None
         batches = train.batches
@@ -99,7 +102,7 @@ class TrainingData:
             min((end for end in ends if end), default=0),
         )
 
-    def warn_of_a_short_batch(self) -> None:
+    def warn_of_a_short_batch(self, replicas: int) -> None:
         """A batch of all rows may be meant, so that it is not refused; the steps of an epoch, what
         a learning rate is chosen for and the banner are not what they seem to be."""
         rows = self.train.order.rows if isinstance(self.train.order, Order) else math.inf
@@ -109,6 +112,15 @@ class TrainingData:
                 "set data.batch_size=%s, or less",
                 *(self.source.batch_size, rows, rows),
             )
+        order = self.train.order
+        for name, few in order.fewest() if isinstance(order, TogetherOrder) else ():
+            if few < replicas:
+                log.warning(
+                    "%s replicas share the rows of %s, of which a batch may have %s: a share "
+                    "without any has a dict without it; set data.drop_last=true, a larger batch, "
+                    "or heed it in the step",
+                    *(replicas, name, few),
+                )
 
     @property
     def dataset(self) -> Any:
@@ -217,6 +229,7 @@ def _by_rank(
         return source
     if source.sampler is not None or isinstance(source.dataset, Mix):
         what = "a dpframe.Mix" if source.sampler is None else "a sampler of its own"
+        what = "several sets in a step" if isinstance(source.dataset, Together) else what
         raise UserError(
             f"data.divided=by_rank with {what}, which can't know how many rows the other processes "
             "have; leave it out"
@@ -229,7 +242,8 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
     """The data sets by their names; one alone has the name ""."""
     returned: Any = _returned(kind, data)
     method = f"{type(data).__name__}.{METHODS[kind]}()"
-    is_dict = isinstance(returned, dict) and kind != "train"
+    # In training not e.g. a DatasetDict of Hugging Face, in which the test set is, too.
+    is_dict = type(returned) is dict if kind == "train" else isinstance(returned, dict)
     if is_dict and not returned:
         raise UserError(f"{method} returned an empty dict; return a data set for each name")
     sources = {}
@@ -241,7 +255,7 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
             )
         if dataset is None:
             raise _no_dataset(kind, data, label)
-        sources[name] = source = Source.of(dataset, data, label, kind=kind)
+        sources[name] = source = Source.of(dataset, data, label, kind=kind, name=name)
         if kind != "train" and isinstance(source.dataset, Mix):
             raise UserError(
                 f"{label} returned a dpframe.Mix, which is an order to train in; return a dict of "

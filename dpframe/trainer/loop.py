@@ -450,7 +450,7 @@ class Trainer(CallbackView):
             # All processes draw the same in on_fit_start.
             seeding.seed_everything(seeding.mix(self.seed, 0), self.strategy.local_devices)
         if self.strategy.is_main:
-            training.feed.warn_of_a_short_batch()
+            training.feed.warn_of_a_short_batch(self.strategy.replicas)
             for level, note in told(training, self.settings, self.callbacks):
                 log.log(level, "%s", note)
         self.task_metrics.tables.clear()  # those of a validation before

@@ -99,6 +99,11 @@ class Tuner:
 
     def batch_size(self, most: int) -> tuple[int, list[Trial]]:
         """The largest global batch up to `most` that fits, and the trials in their order."""
+        if several := getattr(self.source.sampler, "sources", None):
+            raise UserError(
+                f"mode=tune finds one batch size, and a step has rows of {' and '.join(several)}; "
+                "use tune.find=[lr]"
+            )
         trials: list[Trial] = []
 
         def fits(rows: int) -> bool:

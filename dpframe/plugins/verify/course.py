@@ -294,6 +294,11 @@ class FirstRows(DataModule):
         self.data.setup()
         size = self.batch_size if self.course.is_even else 1
         self.train = self._first(self.data.train_dataset, self.course.rows, size)
+        if isinstance(self.train, dict):
+            raise UserError(
+                f"mode=verify trains on one set, and {type(self.data).__name__}.train_dataset() "
+                f"returned {', '.join(self.train)}"
+            )
         self.held_out = self._first(self.data.val_dataset, HELD_OUT_ROWS)
 
     def train_dataset(self) -> Dataset | None:

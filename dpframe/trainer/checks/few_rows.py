@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from dpframe.data import Rows
 from dpframe.data.batches import Batches
@@ -11,6 +11,7 @@ from dpframe.data.copies import Copies
 from dpframe.data.divided import LOOKED_AT, first_of, is_alike, told
 from dpframe.data.generators import Draws
 from dpframe.data.module import leaves
+from dpframe.data.together import Together
 from dpframe.errors import first_line
 from dpframe.trainer.checks.draws import NotCompared
 
@@ -35,6 +36,8 @@ def picked(
         raise NotCompared(f"there are fewer than {count} rows")
     spread = [place * (len(dataset) - 1) // (count - 1) for place in range(count)]
     chosen = [list(range(count)), spread][: 1 if len(dataset) < 2 * count else 2]
+    if isinstance(dataset, Together):
+        chosen = dataset.few(count)
     for rows in chosen[-1:] if only_spread else chosen:
         samples: Any = []
         try:
@@ -57,7 +60,8 @@ def drawn_apart(rows: Rows) -> str:
     if rows.is_stream or rows.are_tensors:
         return ""
     rows = Rows(Copies().of(rows.dataset), lambda samples: samples)
-    numbers = list(range(min(LOOKED_AT, len(rows.dataset))))
+    starts = rows.dataset.cumulative_sizes[:-1] if isinstance(rows.dataset, ConcatDataset) else []
+    numbers = [*range(min(LOOKED_AT, len(rows.dataset))), *starts]
     try:
         looks = [rows.read(numbers, Draws(0, numbers)) for _ in range(2)]
     except Exception:  # the run will say so, with its place

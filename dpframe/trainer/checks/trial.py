@@ -194,7 +194,7 @@ class Trial(Tried):
         try:
             for cuts, of in (([rows], [sum(weights)]), ([rows[:CUT], rows[CUT:]], weights)):
                 total = sum(of) or 1.0
-                self.factors = {cut: w / total for cut, w in zip(cuts, of, strict=True)}
+                self.factors = {len(cut): w / total for cut, w in zip(cuts, of, strict=True)}
                 with projected(dict(self.task.named_parameters())) as numbers:
                     self.measured(samples, cuts, collate)
                 found.append(numbers)

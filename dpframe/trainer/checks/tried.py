@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dpframe import seeding
 from dpframe.data import Rows, Share, move
+from dpframe.data.module import OfSets
+from dpframe.data.reading import ByName
 from dpframe.devices import memory
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import is_number
@@ -143,7 +145,7 @@ class Tried:
     def _differentiated(self, results: list[Measured], shares: list[Share]) -> list[Measured]:
         if self.factors is not None:
             pairs = zip(results, shares, strict=True)
-            of = [(output["loss"], self.factors[share.places]) for (_, output), share in pairs]
+            of = [(output["loss"], self.factors[share.rows]) for (_, output), share in pairs]
             losses = [loss * factor for loss, factor in of if factor]
             total = sum(losses[1:], losses[0]) if losses else None
             if total is not None and total.requires_grad:
@@ -161,6 +163,9 @@ class Tried:
             raise NotCompared(f"it gathers rows, and a copy says: {first_line(error)}") from None
 
     def _share(self, samples: Any, cut: range, collate: Any) -> Share:
+        places: Sequence[int] = cut
+        if isinstance(collate, ByName):
+            places = OfSets(collate.places(samples)[cut.start : cut.stop])
         generators = Rows(None, collate).generators
         states = generators.states()
         batch = move(collate(samples[cut.start : cut.stop]), self.strategy.device, self.dtype)
@@ -169,7 +174,7 @@ class Tried:
             self.collate_draws = True
             if not self.is_looked_at:
                 raise NotCompared("its collate draws random numbers")
-        return Share(batch, len(cut), ROWS, cut)
+        return Share(batch, len(cut), ROWS, places)
 
     def _gathered(self, share: Share) -> Output:
         """Where the weights are cut, every process computes the same rows at the same time."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from dpframe.composite import parts_of
 from dpframe.data import DataModule
-from dpframe.data.mix import Mix
+from dpframe.data.mix import Several
+from dpframe.data.source import evaluated_rows
 from dpframe.launch import interpreter
 from dpframe.parameters import groups_of
 from dpframe.task import Task
@@ -72,7 +73,7 @@ def fingerprint(
         facts["trainer.logical_replicas"] = settings.logical_replicas
         facts["trainer.threads"] = settings.threads or 1
     # Of ready batches the module may have made the loader by its own.
-    batch_size = source.batch_size or data.batch_size
+    batch_size = source.batch_size or evaluated_rows(data)
     facts |= {"seed": seed, "data.batch_size": batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
         facts |= update.kinds()
@@ -80,7 +81,7 @@ def fingerprint(
         facts |= _of_schedule(update, make, config if "task" in run.config else {})
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
-    if isinstance(feed.dataset, Mix):
+    if isinstance(feed.dataset, Several):
         facts["the data"] = feed.dataset.described()
     if feed.train.division is not None:
         facts["the stream"] = feed.train.division.described()
