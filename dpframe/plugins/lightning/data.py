@@ -90,6 +90,7 @@ class LightningData(DataModule):
 
     def _check(self, returned: Any, kind: str) -> Any:
         label = f"{type(self._owner).__name__}.{kind}_{LOADER}"
+        given = returned
         if isinstance(returned, list | tuple):  # [] is Lightning's for none
             numbered = dict(enumerate(returned))
             returned = numbered if len(numbered) > 1 else numbered.get(0)
@@ -97,10 +98,10 @@ class LightningData(DataModule):
             return None
         is_one = not isinstance(returned, Mapping)
         several = {"": returned} if is_one else {str(name): returned[name] for name in returned}
-        if kind == "train" and len(several) > 1:
+        if kind == "train" and isinstance(given, list | tuple) and len(several) > 1:
             raise UserError(
-                f"{label} returned {len(several)} loaders, whose rows can't be divided alike; "
-                "return one, e.g. of a data set that pairs their rows"
+                f"{label} returned {len(several)} loaders without names; return a dict of them, of "
+                "which a step gets a dict of batches, or one of a data set that pairs their rows"
             )
         for loader in several.values():
             if not isinstance(loader, DataLoader):
@@ -108,7 +109,7 @@ class LightningData(DataModule):
                     f"{label} returned a {type(loader).__name__}, whose rows nobody can divide; "
                     "return a torch.utils.data.DataLoader"
                 )
-        return next(iter(several.values())) if is_one or kind == "train" else several
+        return next(iter(several.values())) if is_one else several
 
     def _enter(self, module: Any, stage: str) -> None:
         """Calls its `setup` once for each stage."""

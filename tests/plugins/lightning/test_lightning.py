@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs `pip install 'dpframe[lightning]'`")
 import lit  # noqa: E402
@@ -1016,6 +1017,24 @@ def test_several_loaders_are_sets_by_their_numbers():
     assert metrics["val/number"] == pytest.approx(14 / 22)  # over the rows of both
 
 
+class Named(lit.Rows):
+    def train_dataloader(self) -> Any:
+        few = TensorDataset(*self.train[:5])
+        return {"few": DataLoader(few, 3), "many": DataLoader(self.train, 6)}
+
+
+class StepsOfBoth(lit.Linear):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch["few"]) + 2 * self.loss(batch["many"])
+
+
+def test_a_dict_of_training_loaders_gives_a_dict_of_batches_as_in_lightning():
+    module, other = StepsOfBoth(), StepsOfBoth()
+    theirs(module, Named(rows=24))
+    ours(other, Named(rows=24))
+    assert weights_apart(module, other) <= 1e-12
+
+
 class Pairs(lit.Rows):
     def train_dataloader(self) -> Any:
         return [super().train_dataloader()] * 2
@@ -1029,7 +1048,7 @@ class NoLoader(lit.Rows):
 @pytest.mark.parametrize(
     "data, line",
     [
-        (Pairs, "Pairs.train_dataloader returned 2 loaders, whose rows can't be divided alike"),
+        (Pairs, "Pairs.train_dataloader returned 2 loaders without names; return a dict of them"),
         (
             NoLoader,
             "NoLoader.train_dataloader returned a generator, whose rows nobody can divide",
