@@ -44,13 +44,19 @@ def test_every_folder_is_a_group():
 
 
 WITH_RECIPE = {"gpt2_124m", "gpt_muon"}  # experiments that choose it themselves
+GPT = "task.model={model_type:gpt2,n_layer:1,n_embd:8,n_head:1}"
+TEXTS = [GPT, "data.tokenizer=words", "data.train=texts.jsonl"]
 NEEDED = {  # what an option leaves to its user
-    "lightning": ["task.module._target_=lightning.pytorch.demos.boring_classes.BoringModel"]
+    "lightning": ["task.module._target_=lightning.pytorch.demos.boring_classes.BoringModel"],
+    "sft": TEXTS,
+    "classify": [*TEXTS, "task.labels=[a,b]"],
 }
 EXTRAS = {  # the packages that an option needs
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
     "huggingface": ["transformers", "peft"],
+    "sft": ["transformers"],
+    "classify": ["transformers"],
     "multilabel": ["torchmetrics"],
     "lightning": ["lightning"],
 }

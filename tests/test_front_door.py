@@ -24,10 +24,11 @@ PLUGINS = {
     for folder in ROOT.glob("dpframe/plugins/*")
     if (folder / "__init__.py").is_file()
 }
-BRINGS = {"lab", "lightning", "ray", "verify"}
+BRINGS = {"huggingface", "lab", "lightning", "ray", "verify"}
 # What one plugin alone needs of the core, and why. Two that need the same ask for a name in
 # `dpframe.plugin`.
 FRIENDS = {
+    "huggingface": {},
     "verify": {
         "dpframe.data": "sets_of: what a recipe's data has, for the reference",
         "dpframe.errors": "OutOfMemory: a course that does not fit is no failed check",

@@ -22,7 +22,10 @@ from typing import NamedTuple
 from dpframe.errors import UserError
 
 GROUP, MODES = "dpframe.plugins", "dpframe.modes"
-OPTIONS = ("recipe=lightning", "strategy=ray")  # of dpframe/plugins, which has modes, too
+OPTIONS = (  # of dpframe/plugins, which has modes, too
+    *("callbacks=save_pretrained", "recipe=classify", "recipe=lightning", "recipe=sft"),
+    "strategy=ray",
+)
 LACKING = "it is one of dpframe's plugins, which this installation lacks; install dpframe again"
 
 

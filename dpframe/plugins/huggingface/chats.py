@@ -1,0 +1,216 @@
+"""Chats as rows of tokens: several in a row, each with its positions, and answers to learn."""
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+import dpframe
+from dpframe.plugins.huggingface.model import tokenizer_of
+
+IGNORED = -100  # as a target: cross_entropy leaves it out
+Chat = tuple[Tensor, Tensor]  # its tokens, and which of them an answer has
+
+
+class ChatData(dpframe.DataModule):
+    """Files of JSON lines with a list of messages under `key`, each with a role and a content.
+
+    A row has `length` tokens of as many chats as fit, or of one where `packed` is false. `template`
+    is a file with a chat template, in place of the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        train: str,
+        val: str | None = None,
+        key: str = "messages",
+        length: int = 1024,
+        packed: bool = True,
+        template: str | None = None,
+        batch_size: int = 8,
+        workers: int | str = 0,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(batch_size, workers, shuffle)
+        self.name = tokenizer
+        self.files = {"train": train, "val": val}
+        self.key, self.length, self.packed, self.template = key, length, packed, template
+        self.rows: dict[str, Rows] = {}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        made = tokenizer_of(self.name)
+        if self.template is not None:
+            made.chat_template = Path(self.template).expanduser().read_text()
+        if not made.chat_template:
+            raise dpframe.UserError(
+                f"data.tokenizer={self.name} has no chat template; name a file with one by "
+                "data.template=FILE"
+            )
+        return made
+
+    def setup(self) -> None:
+        for name, file in self.files.items():
+            if file is not None:
+                chats = [chat_of(row, self.key, self.tokenizer, at) for at, row in lines(file)]
+                self.rows[name] = Rows(chats, self.length, self.packed, f"data.{name}={file}")
+
+    def train_dataset(self) -> Dataset:
+        return self.rows["train"]
+
+    def val_dataset(self) -> Dataset | None:
+        return self.rows.get("val")
+
+    def test_dataset(self) -> Dataset | None:
+        return self.rows.get("val")
+
+    def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        size = self.length if self.packed else max(len(row["targets"]) for row in rows)
+        return {
+            name: torch.stack([_padded(row[name], size, name) for row in rows]) for name in rows[0]
+        }
+
+
+class Rows(Dataset):
+    """Chats in rows of at most `length` tokens; longer ones are cut there."""
+
+    def __init__(self, chats: list[Chat], length: int, packed: bool, given: str) -> None:
+        self.length = length
+        self.cut = sum(len(tokens) > length for tokens, _ in chats)
+        chats = [(tokens[:length], answers[:length]) for tokens, answers in chats]
+        self.chats = [chat for chat in chats if chat[1][1:].any()]
+        self.left_out = len(chats) - len(self.chats)
+        if not self.chats:
+            raise dpframe.UserError(
+                f"{given}: none of {len(chats)} chats has an answer in its first {length} tokens; "
+                "set data.length"
+            )
+        lengths = [len(tokens) for tokens, _ in self.chats]
+        self.rows = packs(lengths, length) if packed else [[chat] for chat in range(len(lengths))]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        chats = [self.chats[chat] for chat in self.rows[row]]
+        return {
+            "input_ids": torch.cat([tokens for tokens, _ in chats]).long(),
+            "position_ids": torch.cat([torch.arange(len(tokens)) for tokens, _ in chats]),
+            "targets": torch.cat([_targets(*chat) for chat in chats]),
+        }
+
+    def described(self) -> str:
+        tokens = sum(len(tokens) for tokens, _ in self.chats)
+        answers = sum(int(is_answer[1:].sum()) for _, is_answer in self.chats)
+        told = (
+            f"{len(self.chats)} chats of {tokens} tokens, {answers} to learn, in {len(self)} rows"
+        )
+        told += f"; {self.cut} cut after {self.length} tokens" if self.cut else ""
+        return told + (f"; {self.left_out} without an answer left out" if self.left_out else "")
+
+
+def packs(lengths: list[int], most: int) -> list[list[int]]:
+    """Best fit: from the longest on, each goes into the fullest row that has room for it."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # with the row, in order
+    for number in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        at = bisect_left(rooms, (lengths[number], 0))
+        room, row = rooms.pop(at) if at < len(rooms) else (most, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        insort(rooms, (room - lengths[number], row))
+    return rows
+
+
+def lines(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file of JSON lines, each with where it is."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise dpframe.UserError(f"{file} is no file; name one of JSON lines")
+    with path.open(encoding="utf-8") as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                where = f"{file}, line {number}"
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    raise dpframe.UserError(f"{where} is no object of JSON: {line.strip()[:60]}")
+                yield where, row
+
+
+def chat_of(row: dict[str, Any], key: str, tokenizer: Any, where: str) -> Chat:
+    messages = row.get(key)
+    is_chat = isinstance(messages, list) and all(
+        isinstance(each, dict) and isinstance(each.get("content"), str) and "role" in each
+        for each in messages
+    )
+    if not is_chat or not messages:
+        raise dpframe.UserError(
+            f"{where} has no list of messages under {key}, each with a role and a text as content; "
+            "set data.key"
+        )
+    shared = {"tools": row.get("tools")}
+    if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
+        tokens = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **shared
+        )
+        is_answer = tokens["assistant_masks"]
+    else:
+
+        def render(some: list[Any], prompt: bool = False) -> str:
+            how = {**shared, "add_generation_prompt": prompt, "tokenize": False}
+            return tokenizer.apply_chat_template(some, **how)
+
+        text = render(messages)
+        spans = answers_in(text, messages, render, where)
+        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        is_answer = [
+            begin < end and any(first <= begin < last for first, last in spans)
+            for begin, end in tokens["offset_mapping"]
+        ]
+    return torch.tensor(tokens["input_ids"], dtype=torch.int32), torch.tensor(is_answer).bool()
+
+
+def answers_in(
+    text: str, messages: list[Any], render: Callable[..., str], where: str
+) -> list[tuple[int, int]]:
+    """From where the assistant is asked for an answer up to the sign that ends it."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        content = message["content"].strip()
+        prompt, alone = render(messages[:number], prompt=True), render(messages[: number + 1])
+        last = alone.rfind(content) + len(content)
+        sign = alone[last:].rstrip()
+        end = text.find(content + sign, len(prompt)) + len(content + sign)
+        if not text.startswith(prompt) or last < len(prompt) or end < len(prompt):
+            raise dpframe.UserError(
+                f"{where}: the chat template changes what came before an answer, or the answer; "
+                "mark answers in the template by {% generation %} and {% endgeneration %}, and "
+                "name it by data.template=FILE"
+            )
+        spans.append((len(prompt), end))
+    return spans
+
+
+def _targets(tokens: Tensor, is_answer: Tensor) -> Tensor:
+    """What follows each token, where an answer has it."""
+    following = tokens[1:].long().masked_fill(~is_answer[1:], IGNORED)
+    return functional.pad(following, (0, 1), value=IGNORED)
+
+
+def _padded(row: Tensor, size: int, name: str) -> Tensor:
+    """Positions of 0 make each token of the padding a document of its own."""
+    return functional.pad(row, (0, size - len(row)), value=IGNORED if name == "targets" else 0)

@@ -1,0 +1,75 @@
+"""Supervised fine-tuning: a causal model of `transformers` learns the answers in chats."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler
+
+import dpframe
+from dpframe.plugins.huggingface.chats import IGNORED, ChatData
+from dpframe.plugins.huggingface.model import base_of, model_of
+
+LEAK = 1e-4  # of the largest number: what rounding never makes
+
+
+class SFT(dpframe.Task):
+    """`model` is a name of the Hub, a folder, or a config, for random weights; `lora` is what
+    peft's LoraConfig takes; `attention` is transformers' `attn_implementation`."""
+
+    def __init__(
+        self,
+        model: str | Mapping[str, Any],
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
+        lora: Mapping[str, Any] | None = None,
+        attention: str = "sdpa",
+    ) -> None:
+        net = model_of("AutoModelForCausalLM", model, lora, {}, attn_implementation=attention)
+        super().__init__(net, optimizer, scheduler)
+        self.is_flat = attention.startswith("flash")  # which sees documents in a single row alone
+
+    def setup(self, trainer: "dpframe.Trainer") -> None:
+        data = trainer.data
+        if not isinstance(data, ChatData):
+            return
+        most = getattr(base_of(self.net).config, "max_position_embeddings", data.length)
+        if data.length > most:
+            raise dpframe.UserError(
+                f"data.length={data.length}, but the model has {most} positions; set "
+                f"data.length={most}"
+            )
+        is_here = not any(weight.is_meta for weight in self.parameters())
+        if data.packed and not self.is_flat and is_here and sees_other_documents(self.net):
+            raise dpframe.UserError(
+                f"{type(base_of(self.net)).__name__} doesn't keep the documents of a packed row "
+                "apart; set data.packed=false"
+            )
+
+    def on_fit_start(self, trainer: "dpframe.Trainer") -> None:
+        if trainer.strategy.is_main and isinstance(trainer.data, ChatData):
+            for name, rows in trainer.data.rows.items():
+                print(f"{name:<12} {rows.described()}", flush=True)
+
+    def training_step(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        if self.is_flat:
+            batch = {name: value.reshape(1, -1) for name, value in batch.items()}
+        ids, positions, targets = batch["input_ids"], batch["position_ids"], batch["targets"]
+        logits = self.net(input_ids=ids, position_ids=positions, use_cache=False).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        loss = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
+        return {"loss": loss, "weight": (targets != IGNORED).sum()}  # a mean over answers' tokens
+
+
+@torch.no_grad()
+def sees_other_documents(net: Any) -> bool:
+    """Whether a document's logits change with the one before it in its row."""
+    was_training = net.training
+    net.eval()
+    ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
+    positions = torch.tensor([[0, 1, 0, 1]]).expand(2, 4)
+    one, other = net(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 2:]
+    net.train(was_training)
+    return bool((one - other).abs().max() > LEAK * one.abs().max())
