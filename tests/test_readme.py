@@ -204,6 +204,7 @@ ELSEWHERE = "|".join(
         r"\bddp\b|strategy=(fsdp|ray)|sweep\.jobs|gpus=\[",  # ranks, GPUs
         r"mode=(compare|doctor|export|tune|verify)|hydra/(sweeper|launcher)|hydra\.sweep\.dir",
         r"trainer\.compile|logical_replicas|recipe=gpt|experiment=gpt|huggingface|my\.LitModel",
+        r"recipe=(sft|classify)",
         r"sweep\.resume|outputs/(gpt|transfer)|data\.folder=trips|boston trainer\.precision=64$",
     ]
 )
@@ -332,7 +333,7 @@ def without_digits(text: str) -> list[str]:
 
 
 def is_sweep(word: str) -> bool:
-    return "=" in word and "[" not in word
+    return "=" in word and not {"[", "{"} & {*word}
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])

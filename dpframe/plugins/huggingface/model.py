@@ -1,7 +1,8 @@
 """A model of `transformers` by its name, its folder or its config, whole or with LoRA of `peft`."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def model_of(
 
 
 def tokenizer_of(name: str) -> Any:
-    with _errors_of("data.tokenizer", name):
+    with _told("data.tokenizer", name):
         return library("transformers").AutoTokenizer.from_pretrained(name)
 
 
@@ -57,7 +58,7 @@ def _built(
     transformers = library("transformers")
     auto, configs = getattr(transformers, kind), transformers.AutoConfig
     is_outline = torch.get_default_device().type == "meta"  # strategy.meta_init fills it
-    with _errors_of("task.model", model):
+    with _told("task.model", model):
         if isinstance(model, Mapping):
             return auto.from_config(configs.for_model(**{**model, **changes}), **options)
         config = configs.from_pretrained(model, **changes)
@@ -66,18 +67,13 @@ def _built(
         return auto.from_pretrained(model, config=config, **options)
 
 
-class _errors_of:
+@contextmanager
+def _told(key: str, given: Any) -> Iterator[None]:
     """What transformers says of a name that it does not find, as one line."""
-
-    def __init__(self, key: str, given: Any) -> None:
-        self.given = f"{key}={given}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, OSError | ValueError):
-            raise dpframe.UserError(
-                f"{self.given}: {first_line(error)}; name a model of the Hub, or a folder that "
-                "save_pretrained has written"
-            ) from error
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise dpframe.UserError(
+            f"{key}={given}: {first_line(error)}; name a model of the Hub, or a folder that "
+            "save_pretrained has written"
+        ) from error

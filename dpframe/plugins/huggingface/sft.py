@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a causal model of `transformers` learns the answers in chats."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,35 @@ class SFT(dpframe.Task):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         loss = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
         return {"loss": loss, "weight": (targets != IGNORED).sum()}  # a mean over answers' tokens
+
+    @torch.no_grad()
+    def answer(self, question: str, tokenizer: Any, tokens: int) -> str:
+        net: Any = self.net
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(self.device)
+        how = {"max_new_tokens": tokens, "do_sample": False, "use_cache": True}
+        was_training = self.training
+        self.eval()
+        made = net.generate(**asked, **how, synced_gpus=False)  # the main rank asks alone
+        self.train(was_training)
+        return tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+class Answers(dpframe.Callback):
+    """Prints what the model answers to `questions` at the end, in at most so many `tokens`."""
+
+    def __init__(self, questions: Sequence[str] = (), tokens: int = 200) -> None:
+        self.questions, self.tokens = questions, tokens
+
+    def on_fit_end(self, trainer: "dpframe.Trainer") -> None:
+        task, data = cast(SFT, trainer.task), cast(ChatData, trainer.data)
+        for question in self.questions if trainer.strategy.is_main else ():
+            answer = task.answer(question, data.tokenizer, self.tokens)
+            print(f"question     {question}\nanswer       {answer}", flush=True)
 
 
 @torch.no_grad()

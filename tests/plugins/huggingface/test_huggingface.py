@@ -1,20 +1,26 @@
 """Models of transformers: fine-tuned exactly, and left as `from_pretrained` reads them."""
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import on
+from forked import on, run
 from recorded import weights, weights_apart
+from safetensors.torch import load_file
 from small import Hooks
 from test_gallery import trained
+from test_readme import commands_of
 from torch.nn import functional
 
 from dpframe import Strategy, UserError
 from dpframe.plugins.huggingface.chats import ChatData, chat_of, packs
 from dpframe.plugins.huggingface.classify import TextData
+from dpframe.plugins.huggingface.model import model_of
 from dpframe.plugins.huggingface.save import SavePretrained
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -296,7 +302,7 @@ def test_weights_are_those_of_the_trainer_of_transformers(tiny, tmp_path):
 
 # classify
 
-LABELS = ["small", "large"]
+LABELS = ["negative", "positive"]
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +335,7 @@ def reviews(tiny: Path) -> Path:
 
 def classified(strategy: Strategy, reviews: Path, folder: str = "", name: str = "bert") -> Any:
     given = f"task.model={reviews / name} data.train={reviews / 'reviews.jsonl'}"
-    given += f" data.val={reviews / 'reviews.jsonl'} task.labels=[small,large]"
+    given += f" data.val={reviews / 'reviews.jsonl'} task.labels=[negative,positive]"
     more = "data.batch_size=4 trainer.precision=64 trainer.max_epochs=2 task.optimizer.lr=0.01"
     kept = "" if folder else "callbacks.save_pretrained=null"
     trainer = trained("classify", f"{given} {more} {kept}", strategy, directory=folder)
@@ -354,11 +360,44 @@ def test_a_classifier_is_left_with_the_names_of_its_classes(reviews, tmp_path):
     assert (tmp_path / "pretrained" / "tokenizer.json").is_file()
 
 
+def test_the_commands_of_the_page_run(reviews, tmp_path):
+    for name, file in (("chats", "chats"), ("held_out", "chats"), ("reviews", "reviews")):
+        shutil.copy(reviews / f"{file}.jsonl", tmp_path / f"{name}.jsonl")
+    models = {"Qwen/Qwen3-0.6B": "qwen3", "distilbert/distilbert-base-uncased": "bert"}
+    short = "data.length=40 trainer.max_steps=2 trainer.accelerator=cpu logger=none"
+    left = {}
+    for line in commands_of("docs/huggingface.md"):
+        if "--help" not in line:
+            for name, folder in models.items():
+                line = line.replace(name, str(reviews / folder))
+            done = run([*shlex.split(line), *short.split()], tmp_path, HF_HUB_OFFLINE="1")
+            assert done.returncode == 0, done.stderr
+            found = re.search(r"^pretrained +(outputs/\w+/.+/pretrained)$", done.stdout, re.M)
+            left[line] = tmp_path / found[1]
+            assert ("\nquestion " in done.stdout) == ("questions" in line)
+            assert ("\ntrain        11 chats of " in done.stdout) == ("recipe=sft" in line)
+    assert len(left) == 6
+    (by_parts,) = (folder for line, folder in left.items() if "strategy=fsdp" in line)
+    whole, parts = (
+        load_file(f / "model.safetensors") for f in (next(iter(left.values())), by_parts)
+    )
+    assert all(torch.allclose(parts[name], whole[name], atol=1e-6) for name in whole)
+
+
+def test_a_name_that_is_not_found_is_refused_in_a_line(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"^task\.model=no/body: .*; name a model of the Hub, or a"):
+        model_of("AutoModelForCausalLM", "no/body", None, {})
+
+
 @pytest.mark.parametrize(
     "row, said",
     [
         ({"label": 0}, "{at} has no text under text; set data.text"),
-        ({"text": "a", "label": 2}, "{at} has 2 under label, which is none of small, large, nor"),
+        (
+            {"text": "a", "label": 2},
+            "{at} has 2 under label, which is none of negative, pos",
+        ),
         ("a", '{at} is no object of JSON: "a"'),
     ],
 )
