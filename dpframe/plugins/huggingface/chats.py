@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError  # which torch needs, too
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -60,8 +61,18 @@ class ChatData(dpframe.DataModule):
     def setup(self) -> None:
         for name, file in self.files.items():
             if file is not None:
-                chats = [chat_of(row, self.key, self.tokenizer, at) for at, row in lines(file)]
-                self.rows[name] = Rows(chats, self.length, self.packed, f"data.{name}={file}")
+                self.rows[name] = Rows(
+                    self._chats(file), self.length, self.packed, f"data.{name}={file}"
+                )
+
+    def _chats(self, file: str) -> list[Chat]:
+        chats = []
+        for where, row in lines(file):
+            try:
+                chats.append(chat_of(row, self.key, self.tokenizer, where))
+            except TemplateError as error:  # e.g. of roles that do not take turns
+                raise dpframe.UserError(f"{where}: its chat template: {error}") from error
+        return chats
 
     def train_dataset(self) -> Dataset:
         return self.rows["train"]
@@ -190,12 +201,13 @@ def answers_in(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        content = message["content"].strip()
-        prompt, alone = render(messages[:number], prompt=True), render(messages[: number + 1])
-        last = alone.rfind(content) + len(content)
-        sign = alone[last:].rstrip()
-        end = text.find(content + sign, len(prompt)) + len(content + sign)
-        if not text.startswith(prompt) or last < len(prompt) or end < len(prompt):
+        prompt, upto = render(messages[:number], prompt=True), render(messages[: number + 1])
+        end = len(upto.rstrip())
+        if not text.startswith(upto.rstrip()):  # as the last one, an answer is written otherwise
+            content = message["content"].strip()
+            learned = content + upto[upto.rfind(content) + len(content) :].rstrip()
+            end = text.find(learned, len(prompt)) + len(learned) if content in upto else 0
+        if not text.startswith(prompt) or not upto.startswith(prompt) or end <= len(prompt):
             raise dpframe.UserError(
                 f"{where}: the chat template changes what came before an answer, or the answer; "
                 "mark answers in the template by {% generation %} and {% endgeneration %}, and "

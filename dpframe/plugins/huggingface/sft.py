@@ -1,6 +1,7 @@
 """Supervised fine-tuning: a causal model of `transformers` learns the answers in chats."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -87,9 +88,13 @@ class Answers(dpframe.Callback):
 
     def on_fit_end(self, trainer: "dpframe.Trainer") -> None:
         task, data = cast(SFT, trainer.task), cast(ChatData, trainer.data)
-        for question in self.questions if trainer.strategy.is_main else ():
-            answer = task.answer(question, data.tokenizer, self.tokens)
-            print(f"question     {question}\nanswer       {answer}", flush=True)
+        sharding = trainer.strategy.sharding
+        if not self.questions:
+            return
+        with nullcontext() if sharding is None else sharding.whole_weights(task):
+            for question in self.questions if trainer.strategy.is_main else ():
+                answer = task.answer(question, data.tokenizer, self.tokens)
+                print(f"question     {question}\nanswer       {answer}", flush=True)
 
 
 @torch.no_grad()

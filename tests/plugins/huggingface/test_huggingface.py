@@ -211,10 +211,19 @@ def test_answers_are_found_where_a_template_writes_the_last_one_differently():
 
 def test_a_template_that_changes_answers_is_refused():
     words = tokenizer()
-    words.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    words.chat_template = (
+        "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}"
+    )
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match="^x, line 1: the chat template changes what came before"):
         chat_of({"messages": chat}, "messages", words, "x, line 1")
+
+
+def test_what_a_template_says_of_a_chat_is_a_line(tiny, tmp_path):
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('roles must take turns') }}")
+    given = {"train": str(tiny / "chats.jsonl"), "template": str(tmp_path / "strict.jinja")}
+    with pytest.raises(UserError, match=r"chats\.jsonl, line 1: its chat template: roles must"):
+        ChatData(str(tiny / "gpt2"), **given).setup()
 
 
 def test_rows_are_filled_and_no_chat_is_lost():
@@ -370,12 +379,14 @@ def test_the_commands_of_the_page_run(reviews, tmp_path):
         if "--help" not in line:
             for name, folder in models.items():
                 line = line.replace(name, str(reviews / folder))
-            done = run([*shlex.split(line), *short.split()], tmp_path, HF_HUB_OFFLINE="1")
+            asked = ["callbacks.answers.questions=[count to 3]"] * ("recipe=sft" in line)
+            words = [*shlex.split(line), *short.split(), *asked]
+            done = run(words, tmp_path, HF_HUB_OFFLINE="1")
             assert done.returncode == 0, done.stderr
             found = re.search(r"^pretrained +(outputs/\w+/.+/pretrained)$", done.stdout, re.M)
             left[line] = tmp_path / found[1]
-            assert ("\nquestion " in done.stdout) == ("questions" in line)
-            assert ("\ntrain        11 chats of " in done.stdout) == ("recipe=sft" in line)
+            assert ("\nquestion     count to 3\nanswer " in done.stdout) == bool(asked)
+            assert ("\ntrain        11 chats of " in done.stdout) == bool(asked)
     assert len(left) == 6
     (by_parts,) = (folder for line, folder in left.items() if "strategy=fsdp" in line)
     whole, parts = (
