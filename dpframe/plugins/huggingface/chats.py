@@ -1,10 +1,7 @@
 """Chats as rows of tokens: several in a row, each with its positions, and answers to learn."""
 
-import json
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +11,14 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import dpframe
-from dpframe.plugins.huggingface.model import tokenizer_of
+from dpframe.plugins.huggingface.files import FileData, lines, text_of
 
 IGNORED = -100  # as a target: cross_entropy leaves it out
 Chat = tuple[Tensor, Tensor]  # its tokens, and which of them an answer has
 
 
-class ChatData(dpframe.DataModule):
-    """Files of JSON lines with a list of messages under `key`, each with a role and a content.
+class ChatData(FileData):
+    """Lists of messages under `key`, each message with a role and a content.
 
     A row has `length` tokens of as many chats as fit, or of one where `packed` is false. `template`
     is a file with a chat template, in place of the tokenizer's.
@@ -40,48 +37,27 @@ class ChatData(dpframe.DataModule):
         workers: int | str = 0,
         shuffle: bool = True,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
-        self.name = tokenizer
-        self.files = {"train": train, "val": val}
+        super().__init__(tokenizer, train, val, batch_size, workers, shuffle)
         self.key, self.length, self.packed, self.template = key, length, packed, template
-        self.rows: dict[str, Rows] = {}
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        made = tokenizer_of(self.name)
+    def prepared(self, tokenizer: Any) -> Any:
         if self.template is not None:
-            made.chat_template = Path(self.template).expanduser().read_text()
-        if not made.chat_template:
+            tokenizer.chat_template = text_of(self.template)
+        if not tokenizer.chat_template:
             raise dpframe.UserError(
                 f"data.tokenizer={self.name} has no chat template; name a file with one by "
                 "data.template=FILE"
             )
-        return made
+        return tokenizer
 
-    def setup(self) -> None:
-        for name, file in self.files.items():
-            if file is not None:
-                self.rows[name] = Rows(
-                    self._chats(file), self.length, self.packed, f"data.{name}={file}"
-                )
-
-    def _chats(self, file: str) -> list[Chat]:
+    def rows_of(self, file: str) -> "Rows":
         chats = []
         for where, row in lines(file):
             try:
                 chats.append(chat_of(row, self.key, self.tokenizer, where))
             except TemplateError as error:  # e.g. of roles that do not take turns
                 raise dpframe.UserError(f"{where}: its chat template: {error}") from error
-        return chats
-
-    def train_dataset(self) -> Dataset:
-        return self.rows["train"]
-
-    def val_dataset(self) -> Dataset | None:
-        return self.rows.get("val")
-
-    def test_dataset(self) -> Dataset | None:
-        return self.rows.get("val")
+        return Rows(chats, self.length, self.packed, file)
 
     def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         size = self.length if self.packed else max(len(row["targets"]) for row in rows)
@@ -93,7 +69,7 @@ class ChatData(dpframe.DataModule):
 class Rows(Dataset):
     """Chats in rows of at most `length` tokens; longer ones are cut there."""
 
-    def __init__(self, chats: list[Chat], length: int, packed: bool, given: str) -> None:
+    def __init__(self, chats: list[Chat], length: int, packed: bool, file: str) -> None:
         self.length = length
         self.cut = sum(len(tokens) > length for tokens, _ in chats)
         chats = [(tokens[:length], answers[:length]) for tokens, answers in chats]
@@ -101,7 +77,7 @@ class Rows(Dataset):
         self.left_out = len(chats) - len(self.chats)
         if not self.chats:
             raise dpframe.UserError(
-                f"{given}: none of {len(chats)} chats has an answer in its first {length} tokens; "
+                f"{file}: none of {len(chats)} chats has an answer in its first {length} tokens; "
                 "set data.length"
             )
         lengths = [len(tokens) for tokens, _ in self.chats]
@@ -140,24 +116,6 @@ def packs(lengths: list[int], most: int) -> list[list[int]]:
         rows[row].append(number)
         insort(rooms, (room - lengths[number], row))
     return rows
-
-
-def lines(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file of JSON lines, each with where it is."""
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise dpframe.UserError(f"{file} is no file; name one of JSON lines")
-    with path.open(encoding="utf-8") as opened:
-        for number, line in enumerate(opened, 1):
-            if line.strip():
-                where = f"{file}, line {number}"
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict):
-                    raise dpframe.UserError(f"{where} is no object of JSON: {line.strip()[:60]}")
-                yield where, row
 
 
 def chat_of(row: dict[str, Any], key: str, tokenizer: Any, where: str) -> Chat:

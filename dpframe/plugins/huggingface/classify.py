@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch.utils.data import Dataset
 
 import dpframe
 from dpframe.plugin import fraction
-from dpframe.plugins.huggingface.chats import lines
-from dpframe.plugins.huggingface.model import base_of, model_of, tokenizer_of
+from dpframe.plugins.huggingface.files import FileData, lines
+from dpframe.plugins.huggingface.model import base_of, model_of
 
 
 class Classify(dpframe.Task):
@@ -53,8 +52,8 @@ class Classify(dpframe.Task):
         return self(batch).softmax(dim=1)
 
 
-class TextData(dpframe.DataModule):
-    """Files of JSON lines with a text and a label, which is one of `labels` or its number."""
+class TextData(FileData):
+    """Objects with a text and a label, which is one of `labels` or its number."""
 
     def __init__(
         self,
@@ -69,32 +68,17 @@ class TextData(dpframe.DataModule):
         workers: int | str = 0,
         shuffle: bool = True,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
-        self.name, self.labels = tokenizer, [*map(str, labels)]
-        self.files = {"train": train, "val": val}
+        super().__init__(tokenizer, train, val, batch_size, workers, shuffle)
+        self.labels = [*map(str, labels)]
         self.text, self.label, self.length = text, label, length
-        self.rows: dict[str, Texts] = {}
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        made = tokenizer_of(self.name)
-        if made.pad_token is None:
-            made.pad_token = made.eos_token
-        return made
+    def prepared(self, tokenizer: Any) -> Any:
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
 
-    def setup(self) -> None:
-        for name, file in self.files.items():
-            if file is not None:
-                self.rows[name] = Texts([self._row(where, row) for where, row in lines(file)])
-
-    def train_dataset(self) -> Dataset:
-        return self.rows["train"]
-
-    def val_dataset(self) -> Dataset | None:
-        return self.rows.get("val")
-
-    def test_dataset(self) -> Dataset | None:
-        return self.rows.get("val")
+    def rows_of(self, file: str) -> "Texts":
+        return Texts([self._row(where, row) for where, row in lines(file)])
 
     def collate(self, rows: list[tuple[str, int]]) -> dict[str, Tensor]:
         """Pads to the longest text."""

@@ -69,11 +69,8 @@ def _built(
 
 @contextmanager
 def _told(key: str, given: Any) -> Iterator[None]:
-    """What transformers says of a name that it does not find, as one line."""
+    """What transformers says of a name that it does not find, or can't build, as one line."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise dpframe.UserError(
-            f"{key}={given}: {first_line(error)}; name a model of the Hub, or a folder that "
-            "save_pretrained has written"
-        ) from error
+    except (ImportError, OSError, ValueError) as error:
+        raise dpframe.UserError(f"{key}={given}: {first_line(error)}") from error
