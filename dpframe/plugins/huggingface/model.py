@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def _built(
 ) -> Any:
     transformers = library("transformers")
     auto, configs = getattr(transformers, kind), transformers.AutoConfig
+    if not isinstance(model, str) or Path(model).is_dir():  # else one sees a download by them
+        transformers.logging.disable_progress_bar()
     is_outline = torch.get_default_device().type == "meta"  # strategy.meta_init fills it
     with _told("task.model", model):
         if isinstance(model, Mapping):

@@ -33,4 +33,4 @@ class SavePretrained(dpframe.Callback):
         tokenizer: Any = getattr(trainer.data, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        print(f"pretrained   {folder}", flush=True)
+        print(f"pretrained {folder}", flush=True)

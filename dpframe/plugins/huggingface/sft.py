@@ -52,7 +52,7 @@ class SFT(dpframe.Task):
     def on_fit_start(self, trainer: "dpframe.Trainer") -> None:
         if trainer.strategy.is_main and isinstance(trainer.data, ChatData):
             for name, rows in trainer.data.rows.items():
-                print(f"{name:<12} {rows.described()}", flush=True)
+                print(f"{name:<10} {rows.described()}", flush=True)
 
     def training_step(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         if self.is_flat:
@@ -94,7 +94,7 @@ class Answers(dpframe.Callback):
         with nullcontext() if sharding is None else sharding.whole_weights(task):
             for question in self.questions if trainer.strategy.is_main else ():
                 answer = task.answer(question, data.tokenizer, self.tokens)
-                print(f"question     {question}\nanswer       {answer}", flush=True)
+                print(f"question   {question}\nanswer     {answer}", flush=True)
 
 
 @torch.no_grad()

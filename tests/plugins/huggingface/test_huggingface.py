@@ -385,8 +385,8 @@ def test_the_commands_of_the_page_run(reviews, tmp_path):
             assert done.returncode == 0, done.stderr
             found = re.search(r"^pretrained +(outputs/\w+/.+/pretrained)$", done.stdout, re.M)
             left[line] = tmp_path / found[1]
-            assert ("\nquestion     count to 3\nanswer " in done.stdout) == bool(asked)
-            assert ("\ntrain        11 chats of " in done.stdout) == bool(asked)
+            assert ("\nquestion   count to 3\nanswer " in done.stdout) == bool(asked)
+            assert ("\ntrain      11 chats of " in done.stdout) == bool(asked)
     assert len(left) == 6
     (by_parts,) = (folder for line, folder in left.items() if "strategy=fsdp" in line)
     whole, parts = (
