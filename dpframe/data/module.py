@@ -47,7 +47,7 @@ class DataModule:
     divided: str | None = None
     persistent_workers: bool | str = "auto"
     pin_memory: bool = True
-    length: str = "longest"
+    length: Any = "longest"  # a class of its own may have something else of that name
     own_class: type | None = None  # where the user's code is, if not in this class
     has_preparation = False  # a `prepare_data` of its own
 
@@ -84,7 +84,7 @@ class DataModule:
         self.input = input
         self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
-        if length is not None:  # a class of its own may have something else of that name
+        if length is not None:
             self.length = length
 
     def prepare_data(self) -> None:
