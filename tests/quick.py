@@ -40,6 +40,7 @@ TESTS = {
     "test_after_any_row_each_set_has_had_its_part_to_a_row",
     "test_what_can_not_be_mixed_is_refused_in_one_line",
     "test_rows_are_filled_and_no_chat_is_lost",
+    "test_an_address_of_a_folder_is_refused",
     "test_what_moves_by_a_replicas_rows_is_named",
     "test_rows_that_can_not_be_told_are_asked_for",
     "test_rows_are_counted_as_the_user_says",

@@ -301,7 +301,7 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     assert "has a ${, which Hydra would take for a reference" in swept.err
 
 
-def test_a_remote_address_is_one_line_and_no_directory_of_that_name(tmp_path):
+def test_a_remote_address_of_what_a_run_writes_is_one_line_and_no_directory_of_that_name(tmp_path):
     recipe, url = ["recipe=boston"], "s3://bucket/x"
     lines = {
         f"hydra.run.dir={url}": recipe,
@@ -309,9 +309,6 @@ def test_a_remote_address_is_one_line_and_no_directory_of_that_name(tmp_path):
         f"hydra.sweep.dir={url}": ["-m", *recipe, "seed=1,2"],
         f"hydra.sweep.subdir={url}": ["-m", *recipe, "seed=1,2"],
         f"sweep.resume={url}": ["-m"],
-        f"resume={url}": [],
-        "checkpoint=https://host/best.ckpt": [*recipe, "mode=test"],
-        f"checkpoint={url}/best.ckpt": [*recipe, "mode=test"],
         f"data.input={url}.csv": [*recipe, "mode=predict"],
         "hydra.run.dir=file:///tmp/x": [*recipe, "mode=validate", "checkpoint=none"],
     }

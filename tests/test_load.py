@@ -148,8 +148,8 @@ def test_a_pipe_in_the_run_directory_is_not_waited_for(mine, name, said):
 def test_a_path_without_a_checkpoint_or_a_config_is_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match="nowhere: there is no such file"):
         dpframe.load(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="path=s3://bucket/run is a URL, and dpframe reads"):
-        dpframe.load("s3://bucket/run")
+    with pytest.raises(UserError, match="path=ftpx://bucket/run: Protocol not known: ftpx"):
+        dpframe.load("ftpx://bucket/run")
     with pytest.raises(UserError, match="~nobody-here: there is no such file"):
         dpframe.load("~nobody-here")
     with pytest.raises(UserError, match="has no best.ckpt and no last.ckpt; name a checkpoint"):

@@ -206,6 +206,7 @@ ELSEWHERE = "|".join(
         r"trainer\.compile|logical_replicas|recipe=gpt|experiment=gpt|huggingface|my\.LitModel",
         r"recipe=(sft|classify)",
         r"sweep\.resume|outputs/(gpt|transfer)|data\.folder=trips|boston trainer\.precision=64$",
+        r"=(https|s3)://",
     ]
 )
 HOUSES = "CRIM,ZN,INDUS,CHAS,NOX,RM,AGE,DIS,RAD,TAX,PTRATIO,B,LSTAT\n" + "1," * 12 + "1\n"
@@ -297,9 +298,9 @@ def printed_by(script: str) -> str:
 @pytest.mark.whole
 def test_every_command_that_is_shown_composes(written):
     shown = {line: refused(page).get(line) for page in PAGES for line in commands_of(page)}
-    # These are no run's, or of a plugin of Hydra's: test_sweep_resume, test_optuna, test_slurm and
-    # test_ray have their like.
-    others = "sweep.resume=|hydra/(sweeper|launcher)="
+    # These are no run's, of a plugin of Hydra's, or of the network: test_sweep_resume, test_optuna,
+    # test_slurm, test_ray and test_address have their like.
+    others = "sweep.resume=|hydra/(sweeper|launcher)=|=(https|s3)://"
     shown = {line: refusal for line, refusal in shown.items() if not re.search(others, line)}
     lines = [
         [word.split(",")[0] if is_sweep(word) else word for word in shlex.split(line)]

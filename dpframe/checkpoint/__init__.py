@@ -7,13 +7,13 @@
     snapshot   copies of the tensors, which the thread reads while training changes them
     sharded    tensors of which each process has a shard, in a folder beside the file
     foreign    weights that other programs have saved
+    address    fetches one from https:// or s3:// into a cache; `fetching` is its process
 
 `callbacks.checkpoint.Checkpoint` decides when, and under which names: it gives the Trainer's state
 to its `writer`, which copies it and writes it later. A file is there once it is sealed, on disk and
 renamed over the one before; a sharded one's folder is there before that.
 
-Another store, e.g. a bucket, gets the files when they are whole: see `Writer.after_write`. What a
-run goes on from is always a file; fetch it, and give its name as `resume=FILE`.
+Another store, e.g. a bucket, gets the files when they are whole: see `Writer.after_write`.
 """
 
 # Each name is imported when first used: `seal` alone, which chooses a checkpoint, imports no torch.

@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from dpframe.checkpoint import seal
+from dpframe.checkpoint import address, seal
 from dpframe.config import modes
 from dpframe.config.schema import NONE, RunSettings
 from dpframe.errors import UserError, first_line, nearest, printable
-from dpframe.util import files
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "checkpoint_skip", "mode", "sweep")
@@ -76,11 +75,8 @@ def resumed_file(resume: str, runs: Path) -> Path:
 def saved_since(resume: str, start: Path, step: int) -> Path | None:
     """What the run has saved after this step, which was read before its directory was locked: a
     run that ends, e.g. by a signal, saves last of all."""
-    paths = (
-        [start]
-        if os.path.isfile(files.local_path("resume", resume))
-        else start.parent.glob("*.ckpt")
-    )
+    is_run = resume == "last" or os.path.isdir(os.path.expanduser(resume))
+    paths = list(start.parent.glob("*.ckpt")) if is_run else [start]
     if all(seal.step_of(path) <= step for path in paths):
         return None
     newest = start if paths == [start] else seal.newest_good(start.parent)
@@ -89,7 +85,7 @@ def saved_since(resume: str, start: Path, step: int) -> Path | None:
 
 def _resumed_run(resume: str, runs: Path) -> Path | None:
     """The directory that `last` or a directory stands for; None: it is a file."""
-    path = files.local_path("resume", resume)
+    path = address.local_file("resume", resume)
     if resume == "last":
         return _newest_run(runs, "resume=last")
     if not os.path.isdir(path):  # False, too, for a name that is too long
@@ -270,7 +266,7 @@ def saved_overrides(directory: Path | None) -> list[str]:
 
 
 def _file(key: str, name: str) -> Path:
-    path = files.local_path(key, name)
+    path = address.local_file(key, name)
     if os.path.isdir(path):
         raise UserError(
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dpframe import checkpoint
+from dpframe.checkpoint.address import local_file
 from dpframe.config.build import build
 from dpframe.config.compose import Composed, composed, hydra_kept
 from dpframe.config.earlier_run import run_directory, saved_overrides
@@ -18,7 +19,6 @@ from dpframe.strategies import Strategy
 from dpframe.task import Task
 from dpframe.trainer.compute.placement import Precision
 from dpframe.trainer.resume.state import load_attributes
-from dpframe.util import files
 
 BEST = ("best.ckpt", "last.ckpt")
 
@@ -35,7 +35,7 @@ def load(
     composed as by `mode=predict checkpoint=FILE`: of the run's overrides those are taken that name
     nothing to call, and `overrides` and `config_dir` add the others.
     """
-    file = _file(files.local_path("path", path))
+    file = _file(local_file("path", path))
     if file.is_file() and not (overrides or saved_overrides(run_directory(file))):
         raise UserError(
             f"{file}: nothing beside it says how its task is built; add its recipe, e.g. "

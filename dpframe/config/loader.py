@@ -38,6 +38,7 @@ from dpframe.config.errors import OUTSIDE, explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.errors import UserError
+from dpframe.util.files import is_url
 
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "task/schedule", "experiment")
 # Hydra 1.3 has the defaults of 1.1 unless told; 1.4 has its own alone.
@@ -214,10 +215,12 @@ class ConfigLoader:
 
 
 def with_path_quoted(override: str) -> str:
-    """An existing file needs no quotes, though Hydra's grammar wants them round a = or a space."""
+    """An existing file, or an address, needs no quotes, though Hydra's grammar wants them round a
+    = or a space."""
     key, _, value = override.partition("=")
     is_plain = re.fullmatch(r"[\w./:+-]*", value, re.ASCII)
-    return override if is_plain or not os.path.lexists(value) else f"{key}={quoted(value)}"
+    is_file = os.path.lexists(value) or (is_url(value) and not re.search(r",|\$\{", value))
+    return f"{key}={quoted(value)}" if is_file and not is_plain else override
 
 
 def quoted(text: str) -> str:

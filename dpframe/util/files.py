@@ -39,11 +39,15 @@ def local_path(key: str, name: str | os.PathLike[str]) -> Path:
 
 def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
     """As a path, `s3://bucket` is the folder `bucket` in one called `s3:`."""
-    if re.match(r"[A-Za-z][\w+.-]+://", str(name)):
+    if is_url(name):
         raise UserError(
             f"{key}={name} is a URL, and dpframe reads and writes local files alone; name a path, "
             "e.g. of a copy or in a mounted folder"
         )
+
+
+def is_url(name: str | os.PathLike[str]) -> bool:
+    return re.match(r"[A-Za-z][\w+.-]+://", str(name)) is not None
 
 
 @contextmanager
