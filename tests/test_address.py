@@ -10,7 +10,9 @@ from pathlib import Path
 
 import forked
 import pytest
+from command import write
 from small import fitted, is_same
+from test_readme import files_of
 
 import dpframe
 from dpframe import checkpoint
@@ -186,3 +188,78 @@ def test_a_task_is_loaded_from_an_address_and_a_sharded_one_with_its_parts(tmp_p
         task = dpframe.load(f"{server.url}/run/checkpoints/last.ckpt", *RUN)
         assert {"parts.json", "last.ckpt"} < set(server.got)
     assert is_same(dict(task.state_dict()), checkpoint.load(last)["task"])
+
+
+@pytest.fixture
+def bucket(monkeypatch) -> Iterator[dict[str, str]]:
+    """An S3 of this machine, by its variables; moto's server."""
+    server_of = pytest.importorskip("moto.server", reason="needs moto[server]")
+    pytest.importorskip("s3fs", reason="needs dpframe[remote]")
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    variables |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_MAX_ATTEMPTS": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield variables
+    finally:
+        server.stop()
+
+
+FAULTY = """
+import fsspec
+from mine.mirrored import Mirror, Mirrored
+
+times = []
+
+
+class Away(Mirror):
+    def after_write(self, paths, removed):
+        times.append(paths)
+        store, _ = fsspec.url_to_fs(self.to)
+        real, count = store.put_file, []
+
+        def put_file(*given):
+            count.append(given)
+            if len(times) == 1 and len(count) > 1:
+                raise OSError("the store is away")
+            real(*given)
+
+        store.put_file = put_file
+        super().after_write(paths, removed)
+        store.put_file = real
+
+
+class Faulty(Mirrored):
+    writer_type = Away
+"""
+
+
+def test_a_mirror_has_each_whole_checkpoint_though_its_store_was_away(tmp_path, bucket):
+    import boto3
+
+    write(tmp_path, files_of("docs/reliability.md") | {"mine/faulty.py": FAULTY})
+    store = boto3.client("s3")
+    store.create_bucket(Bucket="bucket")
+    words = ["--config-dir=mine", *RUN, "callbacks=mirrored", "hydra.run.dir=run"]
+    words += ["callbacks.checkpoint._target_=mine.faulty.Faulty", "trainer.max_epochs=4"]
+    words += ["callbacks.checkpoint.seconds_between=0", "callbacks.checkpoint.keep=2"]
+    done = forked.run(words, tmp_path, **bucket)
+    assert done.returncode == 0, done.stderr
+    assert "is not in s3://bucket/boston yet: OSError: the store is away" in done.stdout
+    for file in (tmp_path / "run/checkpoints").glob("*.ckpt"):
+        found = store.get_object(Bucket="bucket", Key=f"boston/{file.name}")
+        assert found["Body"].read() == file.read_bytes(), file
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    last = "s3://bucket/boston/last.ckpt"
+    words = [*RUN, f"resume={last}", "trainer.max_epochs=5", "hydra.run.dir=on"]
+    resumed = forked.run(words, tmp_path, **bucket, **cache)
+    assert resumed.returncode == 0, resumed.stderr
+    words = [*RUN, "trainer.max_epochs=5", "hydra.run.dir=whole"]
+    assert forked.run(words, tmp_path).returncode == 0
+    mine, wanted = (
+        checkpoint.load(tmp_path / run / "checkpoints/last.ckpt")["task"] for run in ("on", "whole")
+    )
+    assert is_same(mine, wanted)
