@@ -129,10 +129,12 @@ def test_what_comes_damaged_is_no_checkpoint_and_the_next_time_it_is_whole(site,
     assert is_same(checkpoint.load(fetch(address, "two"))["task"], checkpoint.load(file)["task"])
 
 
-def test_what_is_not_there_is_one_line(site):
+def test_what_is_not_there_and_a_server_that_is_away_are_one_line(site):
     server, _ = site
     with pytest.raises(UserError, match=r"^checkpoint=http.*/x.ckpt: there is no such file$"):
         fetch(f"{server.url}/x.ckpt", "checkpoint")
+    with pytest.raises(Failure, match=r"^checkpoint=http.*: ClientConnectorError: "):
+        fetch("http://127.0.0.1:1/x.ckpt", "checkpoint")
     with pytest.raises(UserError, match="^resume=ftpx://a/b.ckpt: Protocol not known: ftpx$"):
         fetch("ftpx://a/b.ckpt", "resume")
 

@@ -16,8 +16,13 @@ def main() -> None:
     pairs, known = json.load(sys.stdin)
     try:
         version = fetch(pairs, known)
-    except FileNotFoundError:
-        tell(error="there is no such file", is_mistake=True)
+    except FileNotFoundError as error:  # of a server that is away or refuses, too
+        cause = error.__cause__
+        is_away = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+        if is_away or getattr(cause, "status", 404) != 404:
+            tell(error=f"{type(cause).__name__}: {cause}")
+        else:
+            tell(error="there is no such file", is_mistake=True)
     except ImportError as error:
         tell(error=f"{error}; pip install 'dpframe[remote]'", is_mistake=True)
     except ValueError as error:  # of fsspec: the protocol is not known
