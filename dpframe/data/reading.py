@@ -44,6 +44,8 @@ class Rows:
         self.piece = piece
         plain = default_collate, DataModule.collate
         self.has_own_collate = inspect.unwrap(getattr(collate, "__func__", collate)) not in plain
+        parts = collate.rows.values() if isinstance(collate, ByName) else [self]
+        self._collates = [each.collate for each in parts if each.has_own_collate]
         self.is_stream = isinstance(dataset, IterableDataset)
         self.epoch: int | None = None  # that the data set was told
         self.draw = False  # random numbers, as was seen in this process
@@ -133,13 +135,6 @@ class Rows:
                 raise UserError(f"{which} of {self.name} can't be stacked: {why}; {HOW}") from None
             error.add_note(f"while collating rows {listed(rows, SHOWN, ' ')} of {self.name}")
             raise
-
-    @property
-    def _collates(self) -> Sequence[Any]:
-        """Those of their own."""
-        if isinstance(self.collate, ByName):
-            return [each.collate for each in self.collate.rows.values() if each.has_own_collate]
-        return [self.collate] if self.has_own_collate else []
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ if sys.platform != "win32":  # which has none
     import fcntl
 
 LOCK = ".lock"  # in a directory that one process at a time writes into
+URL = re.compile(r"[A-Za-z][\w+.-]+://")
 
 log = logging.getLogger("dpframe")
 CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
@@ -39,7 +40,7 @@ def local_path(key: str, name: str | os.PathLike[str]) -> Path:
 
 def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
     """As a path, `s3://bucket` is the folder `bucket` in one called `s3:`."""
-    if is_url(name):
+    if URL.match(str(name)):
         raise UserError(
             f"{key}={name} is a URL, and dpframe reads and writes local files alone; name a path, "
             "e.g. of a copy or in a mounted folder"
@@ -47,7 +48,7 @@ def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
 
 
 def is_url(name: str | os.PathLike[str]) -> bool:
-    return re.match(r"[A-Za-z][\w+.-]+://", str(name)) is not None
+    return URL.match(str(name)) is not None
 
 
 @contextmanager
