@@ -179,15 +179,6 @@ def test_names_that_would_be_no_names_of_metrics_and_sets_without_rows_are_refus
     assert said in str(caught.value)
 
 
-def test_a_dict_to_train_on_is_refused():
-    class Odd(Rows):
-        def train_dataset(self) -> Any:
-            return {"clean": self.train}
-
-    with pytest.raises(UserError, match=r"train_dataset\(\) returned a dict of clean; return one"):
-        Trainer(Small(), Odd()).prepare()
-
-
 # Before training
 
 
