@@ -52,7 +52,7 @@ class Generators:
         return list(map(state_of, self._all))
 
     def have_drawn(self, since: list[Any]) -> bool:
-        return not all(map(is_same, since, self.states()))
+        return not all(map(_is_same, since, self.states()))
 
     def restore(self, states: list[Any]) -> None:
         for generator, state in zip(self._all, states, strict=True):
@@ -99,12 +99,9 @@ def state_of(generator: Any) -> Any:
     return bits.state if bits else generator.get_state(legacy=False)
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Of states, or parts of them."""
+def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(is_same, one, other))
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     return bool((one == other).all() if hasattr(one, "all") else one == other)
 
 

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from dpframe import seeding
-from dpframe.data.generators import is_same
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 
@@ -27,7 +28,7 @@ def heard(hook: Any, name: str, strategy: Strategy, share_check: str) -> Callabl
         left -= 1
         before = seeding.random_state(strategy.local_devices)
         hook(*args)
-        if not is_same(before, seeding.random_state(strategy.local_devices)):
+        if not _is_same(before, seeding.random_state(strategy.local_devices)):
             left = 0
             kind = getattr(part, "own_class", None) or type(part)
             _tell(name if part is None else f"{kind.__name__}.{name}", strategy, share_check)
@@ -45,3 +46,12 @@ def _tell(of: str, strategy: Strategy, share_check: str) -> None:
         raise UserError(said)
     if strategy.is_main:
         log.warning(said)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of parts of random states; the devices' may be first used in between."""
+    if isinstance(one, dict):
+        return all(_is_same(one[name], other.get(name)) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return all(map(_is_same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
