@@ -217,6 +217,6 @@ def first_hooked(module: nn.Module) -> str | None:
         warnings.simplefilter("always")
         for name, weight in module.named_parameters():
             warn_if_has_hooks(weight)
-            if caught:
+            if any("hook" in str(warning.message) for warning in caught):  # or of other threads
                 return name
     return None

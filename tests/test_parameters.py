@@ -1,5 +1,6 @@
 """Parameter groups by patterns, and what is refused in them."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from dpframe import UserError
 from dpframe.config.build import build, check
+from dpframe.parameters import first_hooked
 from dpframe.util.patterns import match_parameters
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1}
@@ -171,3 +173,17 @@ def test_a_schedule_that_would_make_the_rates_of_groups_equal_is_refused():
     ):
         task.make_scheduler = scheduler
         task.configure_optimizer()
+
+
+def test_a_warning_that_comes_meanwhile_is_no_hook_of_a_weight():
+    """E.g. of a file that is collected, or of another thread."""
+
+    class Warns(nn.Linear):
+        def named_parameters(self, *args, **kwargs):
+            warnings.warn("unclosed file", ResourceWarning, stacklevel=1)
+            yield from super().named_parameters(*args, **kwargs)
+
+    net = Warns(1, 1)
+    assert first_hooked(net) is None
+    net.bias.register_hook(lambda gradient: gradient)
+    assert first_hooked(net) == "bias"
