@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from dpframe.strategies.devices import REHEARSED_REPLICAS as REHEARSED_REPLICAS
     from dpframe.strategies.devices import Gpus as Gpus
     from dpframe.strategies.group import GroupCollectives as GroupCollectives
+    from dpframe.strategies.outline import fill_later as fill_later
+    from dpframe.strategies.outline import is_outlined as is_outlined
     from dpframe.strategies.processes import Processes as Processes
     from dpframe.trainer import Predictions as Predictions
     from dpframe.trainer.compute.placement import default_dtype as default_dtype
@@ -95,6 +97,7 @@ _NAMES = {
     "strategies.collectives": ("Collectives",),
     "strategies.devices": ("Gpus", "REHEARSED_REPLICAS"),
     "strategies.group": ("GroupCollectives",),
+    "strategies.outline": ("fill_later", "is_outlined"),
     "strategies.processes": ("Processes",),
     "launch.environment": ("environment",),
     "launch.local": ("allow_fork",),

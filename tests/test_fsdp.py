@@ -25,6 +25,7 @@ from dpframe.callbacks.histograms import Histograms
 from dpframe.callbacks.sample_predictions import SamplePredictions
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.outline import fill_later, is_outlined
 from dpframe.strategies.processes import abort_groups
 from dpframe.strategies.single import CPU
 
@@ -362,6 +363,72 @@ def test_ranks_but_the_main_one_need_no_room_for_the_whole_task(builds_once, sai
     assert on(FSDP(4, "cpu", meta_init=builds_once), built_in_little_memory) == said
 
 
+def stored(make: Callable[[], Any], folder: Path) -> None:
+    """A file for each tensor."""
+    seeding.seed_everything(0)
+    folder.mkdir()
+    for name, tensor in make().state_dict().items():
+        torch.save(tensor, folder / name)
+
+
+def outlined(make: Callable[[], Any], folder: Path) -> Any:
+    """The main rank reads its weights from files when the task is cut."""
+    if not is_outlined():
+        return make()
+    with torch.device("meta"):
+        task = make()
+    fill_later(task, {path.name: partial(torch.load, path) for path in folder.iterdir()})
+    return task
+
+
+def read_later(strategy: Strategy, folder: Path) -> dict[str, Any]:
+    made = {}
+    for make in BUILT:
+        with strategy.sharding.building():
+            task = outlined(make, folder / make.__name__)
+        assert all(weight.is_meta for weight in task.parameters())
+        seeding.seed_everything(0)
+        make()  # draws as a task does that is made whole
+        again = fitted(task, Rows(16, 8), strategy=strategy, precision="64")
+        made[make.__name__] = weights(again.task)
+    return made
+
+
+def test_weights_that_are_read_when_a_task_is_cut_are_those_of_one_that_is_built_whole(tmp_path):
+    for make in BUILT:
+        stored(make, tmp_path / make.__name__)
+    mine = on(FSDP(2, "cpu", meta_init=True), read_later, tmp_path)
+    for name, wanted in of_ranks(2)["built in all"].items():
+        assert weights_apart(mine[name], wanted) == 0
+
+
+def read_in_little_memory(strategy: Strategy, folder: Path) -> str:
+    fitted(Small(), strategy=strategy)
+    limited(BUILDING)
+    try:
+        with strategy.sharding.building():
+            task = outlined(partial(Deep, 1024, 8), folder)
+        trainer(task, strategy=strategy)
+    except (MemoryError, RuntimeError) as error:
+        return "out of memory" if "allocate memory" in str(error) else repr(error)
+    return "read"
+
+
+@pytest.mark.parametrize(("reads_later", "said"), [(True, "read"), (False, "out of memory")])
+def test_no_rank_has_room_for_a_whole_task_whose_weights_are_read_later(
+    tmp_path, reads_later, said
+):
+    stored(partial(Deep, 1024, 8), tmp_path / "deep")
+    strategy = FSDP(4, "cpu", meta_init=reads_later)
+    assert on(strategy, read_in_little_memory, tmp_path / "deep") == said
+
+
+class Unfilled(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.first = nn.Linear(3, WIDTH, device="meta")
+
+
 class Reads(Deep):
     def __init__(self) -> None:
         super().__init__()
@@ -385,6 +452,7 @@ def refused_by(strategy: Strategy, make: Callable[[], Any]) -> None:
     [
         (Reads, "strategy.meta_init=true: the task can't be built on the meta device: "),
         (Keeps, "strategy.meta_init=true: limits is neither a parameter nor a buffer, so nothing"),
+        (Unfilled, "Unfilled.net.first.weight is on the meta device, and nothing fills it; build"),
     ],
 )
 def test_what_can_not_be_built_in_one_rank_is_refused_in_one_line(make, said):

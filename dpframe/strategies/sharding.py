@@ -32,6 +32,7 @@ from dpframe.checkpoint.snapshot import Snapshot
 from dpframe.data.module import mapped
 from dpframe.errors import UserError, first_line
 from dpframe.parameters import first_hooked, has_sparse
+from dpframe.strategies import outline
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.group import GroupCollectives
 from dpframe.util.patterns import blocks, match_modules
@@ -90,15 +91,16 @@ class Sharding:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Within, each process builds the same task; with `meta_init` all but the main one build
-        an outline, which `cut` fills."""
+        an outline, which `cut` fills. The main one's may be one, too, of what is read then."""
         if not self.meta_init:
             yield
         elif self._collectives.is_main:
-            yield
+            with outline.asked():
+                yield
             self._collectives.broadcast(seeding.random_state())
         else:
             try:
-                with torch.device("meta"):
+                with outline.asked(), torch.device("meta"):
                     yield
             except (NotImplementedError, RuntimeError) as error:  # of torch, for lack of numbers
                 raise UserError(
@@ -126,10 +128,12 @@ class Sharding:
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
         done: set[int] = set()
+        reads = outline.reads_of(task) if self.is_main else {}
+        self._refuse_unfilled(task, reads)
         for block in self.choose_blocks(task):
-            self._fill_in(block, done)
+            self._fill_in(block, done, reads)
             _shard_module(block, reshard_after_forward=self.reshard_after_forward, **options)
-        self._fill_in(task, done)
+        self._fill_in(task, done, reads)
         _shard_module(task, reshard_after_forward=self.reshard_after_forward, **options)
         for scalar in scalars:
             scalar.data = scalar.data.to(self._device)
@@ -293,17 +297,27 @@ class Sharding:
 
     # ---- within a task
 
-    def _fill_in(self, module: nn.Module, done: set[int]) -> None:
+    def _fill_in(self, module: nn.Module, done: set[int], reads: dict[int, outline.Reads]) -> None:
         """Gives what is not cut yet the main rank's values, as under ddp; block by block, so that
         a rank with an outline of the task has the numbers of one block at a time."""
-        own = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in done]
-        own = [
-            _give_room(tensor, module) if tensor.is_meta else tensor
-            for tensor in own
-            if not isinstance(tensor, DTensor)
-        ]
+        own = []
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) in done or isinstance(tensor, DTensor):
+                continue
+            read = reads.get(id(tensor))
+            own.append(_give_room(tensor, module) if tensor.is_meta else tensor)
+            if read is not None:
+                own[-1].detach().copy_(read())
         self._collectives.broadcast_tensors(own)
         done |= {id(tensor) for tensor in own}
+
+    def _refuse_unfilled(self, task: nn.Module, reads: dict[int, outline.Reads]) -> None:
+        for name, tensor in (*task.named_parameters(), *task.named_buffers()):
+            if self.is_main and tensor.is_meta and id(tensor) not in reads:
+                raise UserError(
+                    f"{type(task).__name__}.{name} is on the meta device, and nothing fills it; "
+                    "build it with numbers, and set strategy.meta_init=true to build it once"
+                )
 
     def _refuse_unshardable(self, task: nn.Module, has_autocast: bool) -> None:
         name = type(task).__name__

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import dpframe
-from dpframe.plugin import first_line
+from dpframe.plugin import first_line, is_outlined
+from dpframe.plugins.huggingface.weights import outline_of
 
 
 def model_of(
@@ -21,7 +22,8 @@ def model_of(
 ) -> Any:
     """By transformers' class `kind`, e.g. AutoModelForCausalLM, in 32 bits and training mode;
     `changes` go into its config."""
-    net = _built(kind, model, changes, {"dtype": torch.float32, **options}).train()
+    options = {"dtype": torch.float32, **options}
+    net = _built(kind, model, changes, options, is_whole=not lora).train()
     if getattr(net.config, "use_cache", False):
         net.config.use_cache = False  # a cache hides from attention where a document ends
     if not lora:
@@ -55,18 +57,23 @@ def _built(
     model: str | Mapping[str, Any],
     changes: Mapping[str, Any],
     options: dict[str, Any],
+    *,
+    is_whole: bool,
 ) -> Any:
     transformers = library("transformers")
     auto, configs = getattr(transformers, kind), transformers.AutoConfig
     if not isinstance(model, str) or Path(model).is_dir():  # else one sees a download by them
         transformers.logging.disable_progress_bar()
-    is_outline = torch.get_default_device().type == "meta"  # strategy.meta_init fills it
     with _told("task.model", model):
         if isinstance(model, Mapping):
             return auto.from_config(configs.for_model(**{**model, **changes}), **options)
         config = configs.from_pretrained(model, **changes)
-        if is_outline:
+        if torch.get_default_device().type == "meta":  # strategy.meta_init fills it
             return auto.from_config(config, **options)
+        if is_outlined() and is_whole:  # LoRA's own weights have to be made with numbers
+            net = outline_of(lambda: auto.from_config(config, **options), model)
+            if net is not None:
+                return net
         return auto.from_pretrained(model, config=config, **options)
 
 

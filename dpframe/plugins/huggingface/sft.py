@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a causal model of `transformers` learns the answers in chats."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -42,17 +42,21 @@ class SFT(dpframe.Task):
                 f"data.length={data.length}, but the model has {most} positions; set "
                 f"data.length={most}"
             )
-        is_here = not any(weight.is_meta for weight in self.parameters())
-        if data.packed and not self.is_flat and is_here and sees_other_documents(self.net):
-            raise dpframe.UserError(
-                f"{type(base_of(self.net)).__name__} doesn't keep the documents of a packed row "
-                "apart; set data.packed=false"
-            )
 
     def on_fit_start(self, trainer: "dpframe.Trainer") -> None:
-        if trainer.strategy.is_main and isinstance(trainer.data, ChatData):
-            for name, rows in trainer.data.rows.items():
-                print(f"{name:<10} {rows.described()}", flush=True)
+        data = trainer.data
+        if not isinstance(data, ChatData):
+            return
+        if data.packed and not self.is_flat:
+            with whole_weights(trainer):
+                is_seen = sees_other_documents(self.net, self.device)
+            if is_seen:
+                raise dpframe.UserError(
+                    f"{type(base_of(self.net)).__name__} doesn't keep the documents of a packed "
+                    "row apart; set data.packed=false"
+                )
+        for name, rows in data.rows.items() if trainer.strategy.is_main else ():
+            print(f"{name:<10} {rows.described()}", flush=True)
 
     def training_step(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         if self.is_flat:
@@ -88,22 +92,26 @@ class Answers(dpframe.Callback):
 
     def on_fit_end(self, trainer: "dpframe.Trainer") -> None:
         task, data = cast(SFT, trainer.task), cast(ChatData, trainer.data)
-        sharding = trainer.strategy.sharding
         if not self.questions:
             return
-        with nullcontext() if sharding is None else sharding.whole_weights(task):
+        with whole_weights(trainer):
             for question in self.questions if trainer.strategy.is_main else ():
                 answer = task.answer(question, data.tokenizer, self.tokens)
                 print(f"question   {question}\nanswer     {answer}", flush=True)
 
 
+def whole_weights(trainer: "dpframe.Trainer") -> AbstractContextManager[None]:
+    sharding = trainer.strategy.sharding
+    return nullcontext() if sharding is None else sharding.whole_weights(trainer.task)
+
+
 @torch.no_grad()
-def sees_other_documents(net: Any) -> bool:
+def sees_other_documents(net: Any, device: torch.device) -> bool:
     """Whether a document's logits change with the one before it in its row."""
     was_training = net.training
     net.eval()
-    ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
-    positions = torch.tensor([[0, 1, 0, 1]]).expand(2, 4)
+    ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]], device=device)
+    positions = torch.tensor([[0, 1, 0, 1]], device=device).expand(2, 4)
     one, other = net(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 2:]
     net.train(was_training)
     return bool((one - other).abs().max() > LEAK * one.abs().max())

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from forked import on, run
 from recorded import weights, weights_apart
 from safetensors.torch import load_file
 from small import Hooks
-from test_gallery import trained
+from test_gallery import job_of, trained
 from test_readme import commands_of
 from torch.nn import functional
 
-from dpframe import Strategy, UserError
+from dpframe import Strategy, Trainer, UserError
+from dpframe.config.build import build
+from dpframe.plugins.huggingface import weights as weights_of
 from dpframe.plugins.huggingface.chats import ChatData, chat_of, packs
 from dpframe.plugins.huggingface.classify import TextData
 from dpframe.plugins.huggingface.model import model_of
 from dpframe.plugins.huggingface.save import SavePretrained
+from dpframe.plugins.huggingface.sft import SFT as SFTTask
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
@@ -139,6 +143,58 @@ def test_replicas_learn_the_answers_that_one_learns(tiny, strategy, more):
     else:
         mine = tuned(strategy, tiny, more)
     assert weights_apart(mine, wanted) <= 1e-10
+
+
+def read_in_parts(strategy: Strategy, tiny: Path, name: str) -> dict[str, Any]:
+    """Each rank builds the model without numbers."""
+    job = job_of("sft", f"task.model={tiny / name} data.train={tiny / 'chats.jsonl'} {SFT}")
+    with strategy.sharding.building():
+        task = build(job.config["task"], "task", SFTTask)
+    assert any(weight.is_meta for weight in task.parameters())
+    data = build(job.config["data"], "data", ChatData)
+    trainer = Trainer(task, data, strategy=strategy, settings=job.settings.trainer)
+    trainer.fit()
+    return weights(task)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_model_that_is_read_in_parts_learns_as_one_that_is_read_whole(tiny, name):
+    mine = on(FSDP(2, "cpu", meta_init=True), read_in_parts, tiny, name)
+    assert weights_apart(mine, weights(sft(tiny, name=name).task)) <= 1e-10
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_outline_has_what_from_pretrained_reads(tiny, tmp_path, monkeypatch, parts):
+    monkeypatch.setattr(weights_of, "fill_later", lambda net, reads: filled.append((net, reads)))
+    kind, filled = transformers.AutoModelForCausalLM, []
+    wanted = kind.from_pretrained(tiny / "qwen3")
+    wanted.generation_config.max_new_tokens = 7
+    wanted.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if parts else {}))
+    assert len(list(tmp_path.glob("*.safetensors"))) > parts
+    before = torch.get_rng_state()
+    net = weights_of.outline_of(partial(kind.from_config, wanted.config), str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert net.generation_config.max_new_tokens == 7
+    ((_, reads),) = filled
+    mine, theirs = dict(net.named_parameters()), dict(wanted.named_parameters())
+    assert mine.keys() == theirs.keys() == reads.keys()
+    assert all(torch.equal(reads[name](), theirs[name]) for name in mine)
+    buffers = dict(net.named_buffers())
+    assert buffers
+    assert all(torch.equal(buffers[name], value) for name, value in wanted.named_buffers())
+
+
+def test_a_model_with_weights_to_make_or_to_convert_is_read_by_transformers(tiny, tmp_path):
+    """Its outline would lack a new head, or what is computed from several tensors of the files."""
+    kind = transformers.AutoModelForSequenceClassification
+    config = transformers.AutoConfig.from_pretrained(tiny / "qwen3")
+    assert weights_of.outline_of(partial(kind.from_config, config), str(tiny / "qwen3")) is None
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    experts.save_pretrained(tmp_path)
+    make = partial(type(experts), experts.config)
+    assert weights_of.outline_of(make, str(tmp_path)) is None
 
 
 def test_documents_of_a_packed_row_do_not_see_each_other(tiny):
