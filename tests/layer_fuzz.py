@@ -197,8 +197,7 @@ class Network:
         task = Fit(net, partial(SGD, momentum=0.9))
         made = fitted(task, Data(*self.sizes), strategy=strategy, **settings)
         state = task.state_dict()
-        if strategy.sharding is not None:
-            state = strategy.sharding.whole(state)
+        state = strategy.sharding.whole(state)
         has = {key: t.double() for key, t in state.items() if t is not None}  # of the main rank
         return has, made.training.own
 

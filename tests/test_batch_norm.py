@@ -93,7 +93,7 @@ def trained(strategy: Strategy, name: str = "2d", **settings: Any) -> tuple[Any,
     made = fitted(
         make=lambda: make(NETS[name]()), data=Images(), strategy=strategy, **SETTINGS | settings
     )
-    state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
+    state = made.whole_state_dict(made.task)
     return {k: v.cpu().double() for k, v in state.items()}, made.metrics, made.training.own
 
 

@@ -144,7 +144,7 @@ def sharded(strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, str]]:
     made = fitted(Normed(SPLIT), strategy=strategy, precision="64", **RUN)
     state = made.whole_state_dict()
     lines = {}
-    for name, make in WHOLE.items() if strategy.sharding is not None else ():
+    for name, make in WHOLE.items() if strategy.sharding.cuts else ():
         try:
             fitted(Normed(make), strategy=strategy)
         except UserError as error:

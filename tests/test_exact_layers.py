@@ -28,7 +28,7 @@ def trained(strategy: Strategy, name: str, **settings: Any) -> tuple[Any, Any, s
     torch.manual_seed(0)
     settings = SETTINGS | SETTINGS_OF.get(name, {}) | settings
     made = fitted(*case_of(name), strategy=strategy, **settings)
-    state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
+    state = made.whole_state_dict(made.task)
     return {key: value.double() for key, value in state.items()}, made.metrics, made.training.own
 
 

@@ -735,7 +735,7 @@ def casts(strategy: Strategy, **settings: Any) -> tuple[list[tuple[int, int]], d
     given = {"data": Rows(8, 4, val=False), "precision": "bf16", "max_steps": 2}
     made = fitted(make=Cast, strategy=strategy, **given, **settings)
     state, sharding = made.task.state_dict(), strategy.sharding
-    return made.task.counts, state if sharding is None else sharding.whole(state, for_all=True)
+    return made.task.counts, sharding.whole(state, for_all=True)
 
 
 @pytest.mark.parametrize("param_dtype", [None, "bf16"])

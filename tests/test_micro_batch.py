@@ -87,7 +87,7 @@ def trained(strategy: Strategy, name: str, **settings: Any) -> Any:
     task, data, own = KINDS[name]
     torch.manual_seed(0)
     made = fitted(task(), data(), strategy=strategy, **SETTINGS | own | settings)
-    state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
+    state = made.whole_state_dict(made.task)
     return deepcopy(state), made.metrics
 
 

@@ -118,7 +118,7 @@ def trained(make: Any, strategy: Strategy) -> Any:
     except UserError as error:
         return str(error)
     state: Any = made.task.state_dict()
-    if strategy.sharding is not None:
+    if strategy.sharding.cuts:
         state = strategy.sharding.whole(state, for_all=True)
     return {name: tensor.clone() for name, tensor in state.items()}, made.metrics
 

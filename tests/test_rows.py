@@ -28,7 +28,7 @@ def weights(kind: Any, strategy: Strategy, data: Any = Rows, **settings: Any) ->
     given = {**SETTINGS, **settings}
     trained = fitted(kind(), data(23, 7), strategy=strategy, **given)
     state = trained.task.state_dict()
-    if strategy.sharding is not None:
+    if strategy.sharding.cuts:
         state = strategy.sharding.whole(state)
     return state, trained.metrics
 

@@ -78,7 +78,7 @@ def trained(strategy: Strategy, resume: Any = None, kind: str = "named", **optio
     made = fitted(
         None, Two(**data | options), make=task, strategy=strategy, resume=resume, **settings
     )
-    state = made.whole_state_dict(made.task) if strategy.sharding else made.task.state_dict()
+    state = made.whole_state_dict(made.task)
     return deepcopy(state), made.metrics, states
 
 

@@ -129,8 +129,8 @@ class Average(Callback):
         if [*map(id, tensors)] == [*map(id, self.known)]:
             return  # a resume has found them
         sharding = trainer.strategy.sharding
-        self.is_cut, self.known, self.tensors = sharding is not None, tensors, tensors
-        if sharding is not None:
+        self.is_cut, self.known, self.tensors = sharding.cuts, tensors, tensors
+        if sharding.cuts:
             self.tensors = [sharding.local(tensor.detach()) for tensor in tensors]
         self.averages = [tensor.detach().clone() for tensor in self.tensors]
 

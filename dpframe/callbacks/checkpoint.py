@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dpframe import checkpoint
 from dpframe.callbacks.monitor import Monitor, unfit_in_checkpoint
@@ -302,7 +302,7 @@ class FilePattern:
 def _sharding(trainer: "Trainer") -> "Sharding | None":
     """If each process writes its own shards."""
     sharding = trainer.strategy.sharding
-    return sharding if sharding is not None and sharding.saves_shards else None
+    return cast("Sharding", sharding) if sharding.saves_shards else None
 
 
 def _checkpoints(trainer: "Trainer") -> list[Checkpoint]:

@@ -1,7 +1,6 @@
 """What is predicted in a validation, once more, and counts of it over all rows and replicas."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, tensor
@@ -47,8 +46,7 @@ class ValidationCounts(Callback):
 
 def predict_shares(trainer: "Trainer", batch: Batch) -> Iterator[tuple[Any, Any]]:
     """The shares of this process that have rows, each with what `predict_step` returns."""
-    sharding = trainer.strategy.sharding
-    with nullcontext() if sharding is None else sharding.whole_weights(trainer.task):
+    with trainer.strategy.sharding.whole_weights(trainer.task):
         for share in batch.shares:
             if share.rows:
                 inputs = move(share.batch, trainer.strategy.device)

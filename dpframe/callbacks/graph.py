@@ -31,7 +31,7 @@ class Graph(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         # A resumed run has its graph.
         self.is_missing = bool(trainer.loggers) and trainer.global_step == 0
-        if self.is_missing and trainer.strategy.sharding is not None:
+        if self.is_missing and trainer.strategy.sharding.cuts:
             self.is_missing = False
             _warn(f"{trainer.strategy.name} has parts of the weights only", trainer.task)
 

@@ -19,17 +19,16 @@ class Histograms(Callback):
 
     def on_before_step(self, trainer: "Trainer") -> None:
         sharding = trainer.strategy.sharding
-        whole = (lambda tensor: tensor) if sharding is None else sharding.whole
-        is_watched = trainer.loggers or sharding is not None  # then all have to take part
+        is_watched = trainer.loggers or sharding.cuts  # then all have to take part
         if trainer.global_step % self.every_n_steps or not is_watched:
             return
         groups = trainer.update.optimizer.param_groups
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in trainer.task.named_parameters():
             if id(parameter) in trained and parameter.requires_grad:
-                trainer.log_histogram(f"weights/{name}", whole(parameter))
+                trainer.log_histogram(f"weights/{name}", sharding.whole(parameter))
                 if parameter.grad is not None:
-                    gradient = whole(parameter.grad)
+                    gradient = sharding.whole(parameter.grad)
                     if gradient is not None:  # sparse, perhaps
                         gradient = gradient.to_dense()
                     trainer.log_histogram(f"gradients/{name}", gradient)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dpframe.checkpoint import foreign, seal
 from dpframe.checkpoint.plain import (
+    Cuts,
     NotANumber,
-    ShardWriter,
     Stored,
     Unusable,
     map_tensors,
@@ -199,7 +199,7 @@ def load_task(
     *,
     is_resumed: bool = False,
     key: str = "checkpoint",
-    sharding: ShardWriter | None = None,
+    sharding: Cuts | None = None,
     skip: Patterns | None = (),
 ) -> list[str]:
     """Where the weights were averaged, their average; a run resumes with the weights themselves.
@@ -235,7 +235,7 @@ def _way_on(names: Iterable[str], patterns: Sequence[str], key: str) -> str:
     return f"; {key}_skip=[{','.join([*patterns, *modules])}] leaves as it is what differs"
 
 
-def _like(here: Any, value: Any, sharding: ShardWriter | None) -> Any:
+def _like(here: Any, value: Any, sharding: Cuts | None) -> Any:
     if sharding is not None and isinstance(value, Tensor):
         return sharding.shard_like(value, here)
     return value.read() if isinstance(value, Stored) else value

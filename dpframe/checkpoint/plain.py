@@ -34,6 +34,13 @@ class Stored(Tensor):
         return target
 
 
+class Cuts(Protocol):
+    """How a strategy cuts the weights that it loads."""
+
+    def shard_like(self, whole: Tensor, like: Any) -> Tensor:
+        """A tensor, which may be Stored, cut as the weight `like` is."""
+
+
 class ShardWriter(Protocol):
     """What a checkpoint asks of a strategy whose processes each have a shard of a tensor. Every
     process calls it, and the main one writes the checkpoint's file."""
@@ -50,9 +57,6 @@ class ShardWriter(Protocol):
         """Writes the shards into a new folder below this one, on a thread. The main process gets
         the folder's name and the hash of its list, for the checkpoint's seal, or raises what went
         wrong in any process."""
-
-    def shard_like(self, whole: Tensor, like: Any) -> Tensor:
-        """A tensor, which may be Stored, cut as the weight `like` is."""
 
 
 def map_tensors(value: Any, call: Callable[[Tensor, str], Any], where: str = "") -> Any:

@@ -30,7 +30,7 @@ def _test_best(trainer: "Trainer") -> None:
     strategy = trainer.strategy
     path = strategy.collectives.broadcast(trainer.checkpoint)  # which the main process alone knows
     if path is not None:
-        if strategy.sharding is not None and strategy.sharding.saves_shards:
+        if strategy.sharding.saves_shards:
             state = checkpoint.load(path, whole=False)
         else:
             state = strategy.collectives.broadcast(

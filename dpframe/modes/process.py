@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager, nullcontext
+from contextlib import chdir, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
     if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
         use_threads(settings.trainer.threads or 1)
     beat()
-    with nullcontext() if strategy.sharding is None else strategy.sharding.building():
+    with strategy.sharding.building():
         task = task_of(job)()
     data = data_of(job)()
     beat()
@@ -133,7 +133,7 @@ def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
 
 def _load_start(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
     is_weights_alone = modes.evaluates(job.settings.mode)
-    whole = strategy.sharding is None and not is_weights_alone
+    whole = not strategy.sharding.cuts and not is_weights_alone
     return checkpoint.load(job.start, whole=whole) if job.start is not None else None
 
 

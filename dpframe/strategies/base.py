@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from dpframe.launch import environment
 from dpframe.loggers import Logger
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
+from dpframe.strategies.weights import WHOLE, Weights
 from dpframe.values import check_gpus
-
-if TYPE_CHECKING:
-    from dpframe.strategies.sharding import Sharding
 
 NO_GATHER = "it has no gather_rows"
 FREEZE_ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
@@ -47,7 +45,7 @@ class Strategy:
     spans_machines = False  # the ranks that it launches may be on other machines than this one
     takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
     has_alike_weights = False  # after each update all ranks' have the same bits: they are compared
-    sharding: "Sharding | None" = None  # of weights that each process keeps a shard of
+    sharding: Weights = WHOLE  # how each process keeps the weights
     # What the Trainer sets, and `Logical`, which is around a strategy.
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica

@@ -61,7 +61,7 @@ class FSDP(Processes):
         if checkpoints not in CHECKPOINTS:
             raise not_one_of("strategy.checkpoints", checkpoints, CHECKPOINTS)
         self.sharding = Sharding(
-            [shard] if isinstance(shard, str) else shard,
+            patterns=[shard] if isinstance(shard, str) else shard,
             reshard_after_forward=reshard_after_forward,
             param_dtype=_dtype("param_dtype", param_dtype),
             reduce_dtype=_dtype("reduce_dtype", reduce_dtype),

@@ -35,13 +35,14 @@ from dpframe.parameters import first_hooked, has_sparse
 from dpframe.strategies import outline
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.group import GroupCollectives
+from dpframe.strategies.weights import Weights
 from dpframe.util.patterns import blocks, match_modules
 
 KEY = "strategy.shard"
 
 
-@dataclass(eq=False)
-class Sharding:
+@dataclass(eq=False, kw_only=True)
+class Sharding(Weights):
     """`patterns` name the blocks whose weights are gathered together, as `strategy.shard` does.
     `open` comes first: the processes are known once the strategy is set up."""
 
@@ -54,7 +55,7 @@ class Sharding:
     whole_in_hooks: bool  # those that may run the task get whole weights
     saves_shards: bool  # each process writes its own to a checkpoint
     timeout_seconds: float
-    keeps_casts = False  # autocast saves copies of whole weights for the backward
+    cuts = True
     fused_optimizers = ("Adam", "AdamW")  # those whose fused kernels take shards
     _saving: GroupCollectives | None = field(default=None, init=False)  # of the threads that save
     _mesh: Any = field(default=None, init=False)
@@ -63,6 +64,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         self.scalars: dict[Any, list[Tensor]] = {}  # which are not cut, by their task
+        self.rounds = self.param_dtype not in (None, torch.float32)
 
     def open(
         self, mesh: DeviceMesh, device: torch.device, collectives: Collectives, *, nodes: int
@@ -76,11 +78,6 @@ class Sharding:
             dist.destroy_process_group(self._saving.group)
         self._saving = None
         self._mesh = None
-
-    @property
-    def rounds(self) -> bool:
-        """Whether gathered weights have fewer digits."""
-        return self.param_dtype not in (None, torch.float32)
 
     @property
     def is_main(self) -> bool:

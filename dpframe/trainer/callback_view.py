@@ -1,7 +1,6 @@
 """What hooks read of the Trainer that they are given, and what they call."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -126,26 +125,26 @@ class CallbackView:
 
         If not `whole`, each process gets its own shards of the tensors that the strategy shards.
         """
-        training, strategy, sharding = self.training, self.strategy, self.strategy.sharding
+        training, strategy = self.training, self.strategy
         self._read_losses(training)
         self.progress.read_clock()
         strategy.sync_weights(for_reading=True)
         logged_step, logged = self.recorder.last
         logged = logged if logged_step == self.global_step else {}
-        with nullcontext() if sharding is None else sharding.taking_shards():
+        with strategy.sharding.taking_shards():
             state = training.state.capture(self.metrics, logged)
             if self.is_extra_validation:
                 # Only as training ended here: a resumed, longer run must not count it.
                 state["progress"]["validated_step"] = -1
             self.hooks.call("on_save", self, state)
-        return state if sharding is None or not whole else sharding.whole(state)
+        return strategy.sharding.whole(state) if whole else state
 
     def whole_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """`state_dict()` of the task, or of a module in it, with whole weights under each strategy.
         Every process calls it; where weights are sharded the main one alone gets something."""
         module = self.task if module is None else module
         sharding = self.strategy.sharding
-        if sharding is None or not self.strategy.is_set_up:  # its ranks have ended
+        if not sharding.cuts or not self.strategy.is_set_up:  # its ranks have ended
             return module.state_dict()
         if self.is_on_main_alone:
             raise UserError(

@@ -112,7 +112,7 @@ class Hooks:
     def _weights_for(self, name: str, hook: Hook) -> AbstractContextManager[None]:
         """Within, a hook that may run the task has its whole weights."""
         sharding = self._strategy.sharding
-        if sharding is None or not sharding.whole_in_hooks or not may_run_task(name, hook):
+        if not sharding.whole_in_hooks or not may_run_task(name, hook):
             return nullcontext()
         return sharding.whole_weights(self._task)
 

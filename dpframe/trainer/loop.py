@@ -114,7 +114,7 @@ class Trainer(CallbackView):
             self._opened.enter_context(self.strategy)
             atexit.register(self._opened.close)  # which does not keep the Trainer
         self.strategy = strategy = add_logical_shares(self.strategy, settings, self.seed)
-        cuts_weights = strategy.sharding is not None
+        cuts_weights = strategy.sharding.cuts
         self.precision = Precision(settings.precision, strategy.device, cuts_weights=cuts_weights)
         strategy.dtype = self.precision.dtype
         task.setup(self)
@@ -160,7 +160,7 @@ class Trainer(CallbackView):
         if self.ranks is not None:
             raise UserError(f"Trainer.prepare: the ranks of {self.strategy.name} do it; call fit")
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
-        state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
+        state = start_state(resume, self.run.directory, whole=not self.strategy.sharding.cuts)
         if state is None and (self._has_loaded or self.has_begun):
             raise UserError(HAS_TRAINED if self.has_begun else HAS_LOADED)
         # The task may ask for its lengths while its parts are made.

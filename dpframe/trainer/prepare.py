@@ -206,7 +206,7 @@ def wrap_steps(
 ) -> None:
     """Gives each update the training step that computes its loss, as the strategy wraps it."""
     mode = settings.compile_mode
-    if strategy.sharding is not None:
+    if strategy.sharding.cuts:
         settings.check_compiled_parts(strategy.name)
     if updates.by_hand is not None:
         step = strategy.wrap(StepByHand(task, precision.autocast), training=False)
@@ -260,7 +260,7 @@ def notes_of(
         )
     if recomputed:
         yield f"computed again in the backward: {', '.join(recomputed)}"
-    elif strategy.sharding is not None and strategy.sharding.keeps_casts:
+    elif strategy.sharding.keeps_casts:
         yield (
             "autocast keeps all weights in bf16 in each process from forward to backward; set "
             "strategy.param_dtype=bf16 or trainer.checkpoint_activations=true where they don't fit"

@@ -147,9 +147,9 @@ def _run_mode(work: Parcel, path: str | None) -> Parcel | None:
         value = getattr(made, mode)(*args, **options)
         weights = None
         if mode == "fit":  # a program that has no GPU open gets no tensor of one
-            state, sharding = made.state_dict(whole=False), made.strategy.sharding
-            weights = state.get("averaged", state["task"])
-            weights = on_cpu(weights if sharding is None else sharding.whole(weights))
+            state = made.state_dict(whole=False)
+            weights = made.strategy.sharding.whole(state.get("averaged", state["task"]))
+            weights = on_cpu(weights)
         ended = Ended(
             made.metrics,
             made.progress,

@@ -60,7 +60,7 @@ class TaskMetrics:
             held = {id(part) for part in metric.modules() if part is not metric}
             self._parts[name] = [n for n, part in self._metrics.items() if id(part) in held]
             self._beside[name] = _tensors_beside(metric) if held else {}
-        if strategy.sharding is not None:  # it moves parameters and buffers, and states are neither
+        if strategy.sharding.cuts:  # it moves parameters and buffers, and states are neither
             for metric in self._metrics.values():
                 metric.to(strategy.device)
         if self._metrics and strategy.replicates_task:

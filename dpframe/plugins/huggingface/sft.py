@@ -1,7 +1,6 @@
 """Supervised fine-tuning: a causal model of `transformers` learns the answers in chats."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -48,7 +47,7 @@ class SFT(dpframe.Task):
         if not isinstance(data, ChatData):
             return
         if data.packed and not self.is_flat:
-            with whole_weights(trainer):
+            with trainer.strategy.sharding.whole_weights(self):
                 is_seen = sees_other_documents(self.net, self.device)
             if is_seen:
                 raise dpframe.UserError(
@@ -94,15 +93,10 @@ class Answers(dpframe.Callback):
         task, data = cast(SFT, trainer.task), cast(ChatData, trainer.data)
         if not self.questions:
             return
-        with whole_weights(trainer):
+        with trainer.strategy.sharding.whole_weights(task):
             for question in self.questions if trainer.strategy.is_main else ():
                 answer = task.answer(question, data.tokenizer, self.tokens)
                 print(f"question   {question}\nanswer     {answer}", flush=True)
-
-
-def whole_weights(trainer: "dpframe.Trainer") -> AbstractContextManager[None]:
-    sharding = trainer.strategy.sharding
-    return nullcontext() if sharding is None else sharding.whole_weights(trainer.task)
 
 
 @torch.no_grad()

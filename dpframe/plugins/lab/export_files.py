@@ -36,7 +36,7 @@ def write_files(
     """Writes the files, and returns a line about each. None: all that torch alone can use. `start`
     is the checkpoint that the task has its weights of."""
     wanted = formats or ("program", "weights", "safetensors")
-    if trainer.strategy.sharding is not None:
+    if trainer.strategy.sharding.cuts:
         name = trainer.strategy.name
         raise UserError(
             f"mode=export runs in one process, without {name}; leave strategy out: it reads the "

@@ -105,7 +105,7 @@ class Watched(Normed):
 
     def _look(self) -> None:
         strategy = self.run_context.strategy
-        if strategy is not None and strategy.sharding is not None:
+        if strategy is not None and strategy.sharding.cuts:
             return  # a process has its shards of them alone
         known = [p.grad.cpu().flatten() for p in self.parameters() if p.grad is not None]
         gradient = torch.cat(known).tolist() if known else []

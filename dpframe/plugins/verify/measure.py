@@ -114,7 +114,7 @@ def _exit_after(seconds: float, plan: Plan) -> None:
 def facts(strategy: Strategy) -> dict[str, Any]:
     names = ("rank", "world_size", "replicas", "is_main", "devices", "name")
     known = {name: getattr(strategy, name) for name in names}
-    return {"pid": os.getpid(), "shards_weights": strategy.sharding is not None, **known}
+    return {"pid": os.getpid(), "shards_weights": strategy.sharding.cuts, **known}
 
 
 # ---- trainings
@@ -180,9 +180,7 @@ def _fit(strategy: Strategy, course: Course, path: Path, state: Any = None) -> t
     )
     metrics, step = trainer.fit(state), trainer.global_step
     rows: Any = data.train_dataset()
-    weights, sharding = task.state_dict(), strategy.sharding
-    if sharding is not None:
-        weights = sharding.whole(weights, for_all=course.is_small)
+    weights = strategy.sharding.whole(task.state_dict(), for_all=course.is_small)
     results = Run(
         steps=step,
         log=curves.points,
@@ -256,7 +254,7 @@ class Saves(Callback):
         if trainer.global_step:
             parts = ("task", "optimizer", "scheduler")
             saved, read = checkpoint.load(self.path), trainer.state_dict()
-            if trainer.strategy.is_main or trainer.strategy.sharding is None:
+            if trainer.strategy.is_main or not trainer.strategy.sharding.cuts:
                 self.unlike = nests_apart({p: read[p] for p in parts}, {p: saved[p] for p in parts})
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -117,7 +117,7 @@ def find_own(
     try:
         if updates.by_hand is not None:
             raise NotCompared("the task steps its optimizers itself")
-        if strategy.sharding is not None and strategy.sharding.rounds:
+        if strategy.sharding.rounds:
             raise NotCompared("strategy.param_dtype rounds the weights")
         trials = [Trial(task, strategy, progress, turn) for turn in updates]
         for trial in trials if is_looked_at else ():

@@ -73,7 +73,7 @@ def check_shares(
         return ()
     placed.checked.add("val")
     trials, notes = list[tuple[Trial, Any]](), list[str]()
-    if is_rounded := _is_rounded(strategy):
+    if is_rounded := strategy.sharding.rounds:
         notes.append(f"{NOT_COMPARED}: strategy.param_dtype rounds the weights")
     elif updates.by_hand is not None:
         notes.append(f"{NOT_COMPARED}: the task steps its optimizers itself")
@@ -130,7 +130,7 @@ def check_evaluation(
 ) -> None:
     """Before a validation or a test alone, warns of its numbers."""
     kind, strategy = evaluations.kind, placed.strategy
-    if kind == "predict" or kind in placed.checked or _is_rounded(strategy):
+    if kind == "predict" or kind in placed.checked or strategy.sharding.rounds:
         return
     if strategy.replicas == 1 or not _may_be_asked(strategy, settings):
         return
@@ -148,10 +148,6 @@ def check_evaluation(
 def _may_be_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
     """Logical shares are the same on any number of replicas, so that nothing depends on these."""
     return settings.share_check != "off" and not strategy.logical_shares
-
-
-def _is_rounded(strategy: Strategy) -> bool:
-    return strategy.sharding is not None and strategy.sharding.rounds
 
 
 def evaluated(

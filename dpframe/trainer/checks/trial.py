@@ -103,7 +103,7 @@ class Trial(Tried):
         return picked(dataset, ROWS, only_spread=True, refuse_late=self.refuse_late)
 
     def _broadcast(self, samples: Any, collate: Any) -> str:
-        if self.strategy.sharding is not None:  # of processes, one may be here
+        if self.strategy.sharding.cuts:  # of processes, one may be here
             return ""
         with Broadcasts(ROWS) as broadcasts, suppress(Exception):
             self.measured(samples, [range(ROWS)], collate)
@@ -173,7 +173,7 @@ class Trial(Tried):
         if any(each.name == "loss" and not each.off <= limit for each in pairs):
             return False
         weights = sum(w.numel() for w in self.task.parameters() if w.requires_grad)
-        if self.strategy.sharding is not None:
+        if self.strategy.sharding.cuts:
             self.gradients_left_out = "each rank holds a part of each weight"
         elif weights > MOST_WEIGHTS:
             self.gradients_left_out = f"there are more than {MOST_WEIGHTS:,} weights"
@@ -235,7 +235,7 @@ class Trial(Tried):
 
     def _fits_in_float64(self) -> bool:
         device = self.strategy.device
-        if not has_float64(device) or self.strategy.sharding is not None:
+        if not has_float64(device) or self.strategy.sharding.cuts:
             return False
         free = memory.free(device) or 0
         if device.type == "cpu":  # for all ranks here

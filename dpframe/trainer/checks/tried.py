@@ -128,7 +128,7 @@ class Tried:
 
     def _together(self, shares: Sequence[Callable[[], Share]]) -> list[Measured]:
         """As replicas that gather each other's rows, in turns."""
-        if self.strategy.sharding is not None:
+        if self.strategy.sharding.cuts:
             raise NotCompared(f"it gathers rows, and {self.strategy.name} keeps parts of weights")
         with self._trying(strategy := Gatherable(self.strategy)):
             made = [make() for make in shares]
@@ -178,8 +178,6 @@ class Tried:
 
     def _gathered(self, share: Share) -> Output:
         """Where the weights are cut, every process computes the same rows at the same time."""
-        if self.strategy.sharding is None:
-            return self._step(share, self.task)
         return self.strategy.sharding.run_alone(self.task, self._step, share, self.task)
 
     def _step(self, share: Share, task: Task) -> Output:
@@ -231,7 +229,7 @@ class Tried:
 
     def _unwritten(self) -> Any:
         """Where weights are cut, those that a step sees are gathered for it."""
-        if self.strategy.sharding is not None:
+        if self.strategy.sharding.cuts:
             return nullcontext()
         large = (each for each in self._shared if isinstance(each, Tensor))
         unnamed = {f"a tensor of {each.nbytes} bytes": each for each in large}
@@ -256,7 +254,7 @@ class Tried:
                 self.task.run_context = TaskContext(self.moment, strategy, seed=context.seed)
                 yield
         finally:
-            if self.strategy.sharding is None and (changed := weights.changed()):
+            if not self.strategy.sharding.cuts and (changed := weights.changed()):
                 raise Moved(
                     f"{type(self.task).__name__}.{self.step} changes {changed} in "
                     "place, which the share check can neither foresee nor take back; "

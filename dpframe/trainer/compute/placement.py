@@ -61,7 +61,7 @@ def place(
     all layers from the first convolution on are in that layout, and batches need no conversion.
     """
     refuse_lazy(task)
-    if strategy.sharding is not None:  # it moves them part by part
+    if strategy.sharding.cuts:  # it moves them part by part
         task.to(dtype=precision.dtype)
     else:
         task.to(precision.device, precision.dtype)
@@ -79,11 +79,11 @@ def place(
     else:  # torch counts the cores of the machine, and a container may have fewer
         use_threads(min(torch.get_num_threads(), cores()))
     # Sharded weights are gathered in torch's own layout.
-    may_lay_out = settings.channels_last and strategy.sharding is None
+    may_lay_out = settings.channels_last and not strategy.sharding.cuts
     weights = _convolutions(task) if may_lay_out else []
     for weight in weights:
         weight.data = weight.data.to(memory_format=MEMORY_FORMATS[weight.dim()])
-    if strategy.sharding is not None:
+    if strategy.sharding.cuts:
         strategy.sharding.cut(task, has_autocast=precision.autocast is not None)
     return CHANNELS_LAST if weights else ""
 

@@ -30,7 +30,7 @@ class ByHand(OptimizerStep):
                 f"{kind} steps its optimizers itself, and the {strategy.replicas} replicas of "
                 f"{strategy.name} in one process would each do so; use strategy=ddp"
             )
-        if strategy.sharding is not None:
+        if strategy.sharding.cuts:
             raise UserError(
                 f"{kind} steps its optimizers itself, with whole gradients, and {strategy.name} "
                 "cuts them; use strategy=ddp"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import SGD, Adafactor, Muon, Optimizer, Rprop
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -87,11 +87,9 @@ class OptimizerStep:
         with suppress(AttributeError):  # a user's class that has not called Optimizer.__init__
             self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
             self.optimizer.register_load_state_dict_pre_hook(self._adapted)
-        sharding = strategy.sharding
-        kinds = None if sharding is None else sharding.fused_optimizers
         parts = parts_of(self.optimizer)
         for part in parts:
-            fuse(part, task, kinds=kinds)
+            fuse(part, task, kinds=strategy.sharding.fused_optimizers)
         fused = (p for p in parts if all(group.get("fused") for group in p.param_groups))
         # See `unfuse_late`.
         self._await_momenta = [part for part in fused if isinstance(part, SGD)]
@@ -113,14 +111,14 @@ class OptimizerStep:
         }
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         whole = parts if self.needs_closure else [p for p in parts if isinstance(p, NEEDS_WHOLE)]
-        if strategy.sharding is not None and whole:
+        if strategy.sharding.cuts and whole:
             raise UserError(
                 f"{type(whole[0]).__name__} needs whole weights in each process, and "
                 f"{strategy.name} cuts them; use strategy=ddp, or another optimizer"
             )
         if self.needs_closure:
             self._refuse_with_closure()
-        if scaler is not None and strategy.sharding is not None:
+        if scaler is not None and strategy.sharding.cuts:
             raise UserError(
                 f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
                 "ranks would scale their losses by themselves; use trainer.precision=bf16"
@@ -292,12 +290,12 @@ class OptimizerStep:
             raise NotFinite
 
     def _total_norm(self) -> Tensor:
-        gradients, sharding = [weight.grad for weight in self._updated()], self.strategy.sharding
-        return get_total_norm(gradients) if sharding is None else sharding.total_norm(gradients)
+        return self.strategy.sharding.total_norm([weight.grad for weight in self._updated()])
 
     def _parts(self) -> list[Any]:
         """This process's parts of what `_updated` returns; they share its memory."""
-        if (sharding := self.strategy.sharding) is None:
+        sharding = self.strategy.sharding
+        if not sharding.cuts:
             return self._updated()
         parts = []
         for weight in self._updated():
@@ -370,7 +368,7 @@ class OptimizerStep:
         """Saved state for the weights of here: matched by name, checked, and e.g. a momentum cut
         as its weight is."""
         saved = in_order(self._named, optimizer, saved)
-        if (sharding := self.strategy.sharding) is not None:
+        if (sharding := self.strategy.sharding).cuts:
             weights, states = updated_by(optimizer), dict(saved["state"])
             for number, weight in enumerate(weights):
                 states[number] = {

@@ -72,7 +72,7 @@ def measure(
     strategy to plan for, where replicas share the weights themselves. A checkpoint is saved in a
     directory `saves_in`, and removed."""
     clock, memory, gradients = (Clock(accelerator=accelerator) for _ in range(3))
-    cuts: Any = wanted if wanted is not None and wanted.sharding is not None else None
+    cuts: Any = wanted if wanted is not None and wanted.sharding.cuts else None
     clock.__enter__()
     data.setup()
     feed = TrainingData.of(data, clock, settings, seed=seed)

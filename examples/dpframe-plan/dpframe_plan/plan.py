@@ -29,7 +29,7 @@ from dpframe_plan.settings import Settings
 def plan_of(job: Composed, asked: Settings) -> Plan:
     settings = job.settings
     wanted = strategy_of(job)()
-    if wanted.sharding is not None:
+    if wanted.sharding.cuts:
         _refuse_unknown(wanted, asked.max_replicas)
     bucket = job.config["strategy"].get("bucket_cap_mb")
     seeding.seed_everything(settings.seed)
@@ -50,7 +50,7 @@ def plan_of(job: Composed, asked: Settings) -> Plan:
     lines = predictions(measured.costs, measured.steps, network, asked.max_replicas)
     threads = torch.get_num_threads()
     cores = f" with {threads} thread{'s' if threads > 1 else ''}" * (measured.device == "cpu")
-    name = "fsdp" if wanted.sharding is not None else "ddp"
+    name = "fsdp" if wanted.sharding.cuts else "ddp"
     title = (
         f"plan {settings.recipe}: batches of {data.batch_size} rows over N replicas, as strategy="
         f"{name} shares them; measured on {measured.device}{cores}, trainer.precision="
