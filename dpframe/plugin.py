@@ -11,6 +11,7 @@ from dpframe.util.lazy import lazy
 if TYPE_CHECKING:
     from dpframe import checkpoint as checkpoint
     from dpframe import seeding as seeding
+    from dpframe.adapter import Adapter as Adapter
     from dpframe.checkpoint.seal import step_of as step_of
     from dpframe.config.compose import Composed as Composed
     from dpframe.config.compose import composed as composed
@@ -109,6 +110,7 @@ _NAMES = {
     "data.source": ("Source",),
     "rows": ("current_share",),
     # Training and what it gives.
+    "adapter": ("Adapter",),
     "checkpoint": ("checkpoint",),
     "checkpoint.seal": ("step_of",),
     "metrics": ("fraction", "is_number"),

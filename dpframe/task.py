@@ -1,6 +1,6 @@
 """A Task is what a recipe trains: model, loss and optimizer in one nn.Module."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dpframe.adapter import Adapter
 from dpframe.composite import name_of
 from dpframe.errors import UserError, suggestion
 from dpframe.lightning_names import INSTEAD, Instead
@@ -86,14 +87,11 @@ class Task(RowsOfBatch, nn.Module):
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
     optimizes_by_hand = False  # whether its training_step steps the optimizers itself
-    needs_trainer = False  # even for a single step
     own_class: type | None = None  # where the user's code is, if not in the task's class
+    adapter = Adapter()  # of a task around another framework's module: the task itself
     scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
     lr_schedule: LRSchedule | None = None  # task.schedule, stepped by step
-    prefers_metrics = False  # a metric's result may have the name of a mean: see logs_metric
-    kept_metrics: Set[str] = frozenset()  # metrics that it resets itself, e.g. a best of all epochs
     schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
-    keeps_state: bool | None = None  # in checkpoints, of its own; None: where it has on_save
     optimizer_names: Sequence[str] = ()  # set after configure_optimizer, if there are several
     run_context = TaskContext()  # the Trainer's
 
@@ -152,11 +150,6 @@ class Task(RowsOfBatch, nn.Module):
             f"{type(self).__name__} has no training_step; a Task that is fitted needs one"
         )
 
-    def step_alone(self, step: str, *args: Any, **named: Any) -> Output:
-        """What the share check calls, before a run: a training, validation or test step without
-        what belongs to a run. All that it changes is put back."""
-        return getattr(self, step)(*args, **named)
-
     def validation_step(self, batch: Any) -> Output:
         """What is measured on a batch; without one of its own, what `training_step` returns."""
         return self.training_step(batch)
@@ -179,24 +172,6 @@ class Task(RowsOfBatch, nn.Module):
 
     def setup(self, trainer: Any) -> None:
         """Before its weights are placed, e.g. to make layers that depend on `trainer.data`."""
-
-    def begin_pass(self, kind: str) -> None:
-        """Before the batches of a validation, a test or a prediction: `val`, `test`, `predict`."""
-
-    def end_pass(self, kind: str, numbers: dict[str, float]) -> dict[str, float]:
-        """More numbers of a pass, or of an epoch of training, beside those that were measured.
-
-        Every process calls it, with metrics that have the states of all rows, and has to return
-        the same."""
-        return {}
-
-    def metric_name(self, kind: str, name: str) -> str:
-        """Under which name the result of a metric that it holds is logged."""
-        return name
-
-    def logs_metric(self, kind: str, name: str) -> bool:
-        """Whether it has logged a metric that it holds by `metric_name`, as Lightning's do."""
-        return False
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Turns the exact means of a pass into what is reported, e.g. the root of a mean."""

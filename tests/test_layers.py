@@ -27,7 +27,15 @@ FLOORS = {
     "checkpoint": 1,
 }  # everything else is on floor 0
 GROUND = {"data", "devices", "errors", "launch", "loggers", "metrics", "seeding", "util", "values"}
-GROUND |= {"composite", "exact", "lightning_names", "parameters", "scheduler_lengths", "schedules"}
+GROUND |= {
+    "adapter",
+    "composite",
+    "exact",
+    "lightning_names",
+    "parameters",
+    "scheduler_lengths",
+    "schedules",
+}
 ENTRANCES = {
     "__init__",
     "__main__",

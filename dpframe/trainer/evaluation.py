@@ -194,7 +194,7 @@ class Evaluations:
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
         task, task_metrics = self._placed.task, self._placed.task_metrics
-        task.begin_pass(self.kind)
+        task.adapter.begin_pass(self.kind)
         if set(self.by_name) == {""}:
             return self.by_name[""].means(*others, after_batch=after_batch, at_most=at_most)
         random_state = seeding.random_state()

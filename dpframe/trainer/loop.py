@@ -242,13 +242,13 @@ class Trainer(CallbackView):
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
         with self._evaluating("predict", "predict") as evaluations:
             self.hooks.call("on_predict_start", self)
-            self.task.begin_pass("predict")
+            self.task.adapter.begin_pass("predict")
             for name, evaluation in evaluations.by_name.items():
                 predictions = evaluation.predictions(spool, after_batch=after_batch)
                 if predictions is not None:
                     by_name[name] = predictions
                 self.hooks.call_on_main("on_predict_end", self, predictions)
-            self.task.end_pass("predict", {})
+            self.task.adapter.end_pass("predict", {})
         return by_name.get("", by_name or None)
 
     def _evaluate(self, mode: str, kind: str, hook: str) -> dict[str, float]:

@@ -37,10 +37,7 @@ class TaskMetrics:
 
     def __init__(self, task: Task, strategy: Strategy) -> None:
         self._task = type(task).__name__
-        self._prefers_metrics = task.prefers_metrics
-        self._name, self._is_logged = task.metric_name, task.logs_metric
-        self._end_pass = task.end_pass if task.has_own("end_pass") else None
-        self._kept = task.kept_metrics
+        self._adapter, self._kept = task.adapter, task.adapter.kept_metrics
         self._strategy = strategy
         self.tables: list[Table] = []  # results that are still to be logged
         self._metrics: dict[str, Any] = {}
@@ -158,13 +155,13 @@ class TaskMetrics:
         """
         computed, results = self._results() if self._metrics else ([], [])
         named, more = self._named(kind, results, means) if results else {}, {}
-        if self._end_pass is not None and "/" not in kind:  # that is one of several data sets
+        if self._adapter.ends_passes and "/" not in kind:  # that is one of several data sets
             with self._whole():
-                more = self._end_pass(kind, {**means, **named})
+                more = self._adapter.end_pass(kind, {**means, **named})
             named = self._named(kind, results, means)  # it may have named them
         for name, value in computed:
             if not isinstance(value, float):
-                self._show(f"{kind}/{self._name(kind, name)}", value)
+                self._show(f"{kind}/{self._adapter.metric_name(kind, name)}", value)
         return named | more
 
     def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[str, float | None]]]:
@@ -203,9 +200,9 @@ class TaskMetrics:
         """The numbers. A matrix needs a name of its own, too."""
         named: dict[str, float | None] = {}
         for metric, value in results:
-            name = f"{kind}/{self._name(kind, metric)}"
-            if self._prefers_metrics:
-                if name in means and not self._is_logged(kind, metric):
+            name = f"{kind}/{self._adapter.metric_name(kind, metric)}"
+            if self._adapter.prefers_metrics:
+                if name in means and not self._adapter.logs_metric(kind, metric):
                     continue  # e.g. a metric `loss` that computes the loss
             elif name in means or name in named:
                 other = "of another one" if name in named else "in what its step returns"

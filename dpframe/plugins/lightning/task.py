@@ -31,22 +31,19 @@ from dpframe.plugins.lightning.numbers import (
     training_outputs,
 )
 from dpframe.plugins.lightning.optimizer_step import with_schedules
+from dpframe.plugins.lightning.passes import THEIRS, Passes, hook_of
 from dpframe.plugins.lightning.schedules import Schedule, read_optimizers, step_due
 from dpframe.plugins.lightning.trainer import Held, TheirTrainer
 from dpframe.trainer.checks.in_place import InPlace
 
 STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
-THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
 ALONE = {"train": "training", **THEIRS}
 STEP = "step"
 KEPT = "lightning"  # what a checkpoint has of it, beside the weights
 
 
-class Lightning(Task):
+class Lightning(Passes, Task):  # type: ignore[override]
     """`module` is trained as Lightning would, on every strategy with the same numbers."""
-
-    prefers_metrics = True
-    needs_trainer = True
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -158,7 +155,9 @@ class Lightning(Task):
             self._ended.append((outputs, batch, index))
         return training_outputs(loss, numbers, output)
 
-    def step_alone(self, step: str, batch: Any, name: str = "") -> dict[str, Any]:
+    def step_alone(  # type: ignore[override]
+        self, task: Any, step: str, batch: Any, name: str = ""
+    ) -> dict[str, Any]:
         at = 0, number_of(name, self.held.trainer.data)
         kind = next(kind for kind, theirs in ALONE.items() if step == f"{theirs}_{STEP}")
         with self.numbers.alone(kind) as numbers:
@@ -191,41 +190,13 @@ class Lightning(Task):
             raise UserError(f"{type(module).__name__} has no {stage}_{STEP}; write one")
         with self.numbers.step() as numbers:
             batch = transfer(batch, module, data, at[1])
-            call(_hook(module, stage, "batch_start"), batch, *at)
+            call(hook_of(module, stage, "batch_start"), batch, *at)
             output = call(getattr(module, f"{stage}_{STEP}"), batch, *at)
-            call(_hook(module, stage, "batch_end"), output, batch, *at)
+            call(hook_of(module, stage, "batch_end"), output, batch, *at)
         return _evaluated(output, numbers)
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         return divide_counts(means)
-
-    def metric_name(self, kind: str, name: str) -> str:
-        return self.numbers.name_of(kind, name.removeprefix("module."))
-
-    def logs_metric(self, kind: str, name: str) -> bool:
-        return self.numbers.has_metric(kind, name.removeprefix("module."))
-
-    def begin_pass(self, kind: str) -> None:
-        self.numbers.begin_pass(kind)
-        if self.optimizes_by_hand and kind == "val":
-            self.held.trainer.strategy.collectives.broadcast_tensors(self.module.buffers())
-        stage = THEIRS[kind]
-        for moment in ("start", "epoch_start"):
-            _hook(self.module, stage, moment)()
-
-    def end_pass(self, kind: str, numbers: dict[str, float]) -> dict[str, float]:
-        self.known.update(numbers)
-        self.numbers.kind = kind
-        with self.hook_metrics.noted(self.module, self.named_modules(), self.numbers):
-            if kind == "train":
-                self.module.on_train_epoch_end()
-            else:
-                for moment in ("epoch_end", "end"):
-                    _hook(self.module, THEIRS[kind], moment)()
-        more = self.numbers.of_pass(self.held.trainer.strategy)
-        self.known.update(more)
-        self.numbers.kind = "train" if self.held.trainer.mode == "fit" else ""
-        return more
 
     # ---- hooks of dpframe
 
@@ -336,10 +307,6 @@ def _tear_down(data: Any, module: Any, stage: str) -> None:
     if isinstance(data, LightningData):
         data.tear_down(stage)
     module.teardown(stage)
-
-
-def _hook(module: Any, stage: str, moment: str) -> Any:
-    return getattr(module, f"on_{stage}_{moment}")
 
 
 def _backward(module: nn.Module, precision: Any, loss: Tensor) -> None:

@@ -82,7 +82,7 @@ class Evidence:
     def needs_trainer(self) -> bool:
         """The recipe's task, for a single step."""
         recipe = self.courses.get("recipe")
-        return recipe is not None and recipe.build()[0].needs_trainer
+        return recipe is not None and recipe.build()[0].adapter.needs_trainer
 
     @cached_property
     def _recipe_alone(self) -> Curve:

@@ -151,7 +151,7 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
             return Run(refusal=str(error))
         if course.is_saved:
             results.resumed, _ = _fit(strategy, course, path, checkpoint.load(path))
-    if task.has_own("predict_step") and not task.needs_trainer:
+    if task.has_own("predict_step") and not task.adapter.needs_trainer:
         data.setup()
         if data.predict_dataset() is not None:
             trainer = Trainer(task, data, strategy=strategy, settings=course.settings)

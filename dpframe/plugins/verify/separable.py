@@ -111,7 +111,7 @@ def _measured(trainer: Trainer, *, seed: int) -> Measured:
     share = Share(batch, ROWS, ROWS, range(ROWS))
     of_share = current_share.of(share, task.run_context, turn)
     with seeding.seeded(seed), default_dtype(torch.float64), of_share:
-        output = task.step_alone("training_step", batch, *filter(None, [turn]))
+        output = task.adapter.step_alone(task, "training_step", batch, *filter(None, [turn]))
         return ROWS, detached(one_loss(output, task, "training_step"))
 
 

@@ -216,7 +216,7 @@ class Tried:
         turn_or_none = self.turn if self.trains else None
         of_share = current_share.of(share, task.run_context, turn_or_none)
         with of_share, self._unwritten(), within:
-            output = task.step_alone(self.step, share.batch, *turn, **self.named)
+            output = task.adapter.step_alone(task, self.step, share.batch, *turn, **self.named)
             return one_loss(output, task, self.step)
 
     def _depends(self, share: Share, task: Task, loss: Any) -> bool:

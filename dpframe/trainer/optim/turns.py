@@ -103,7 +103,7 @@ class Turns(dict[str, OptimizerStep]):
             if update.grad_norm is not None:
                 logged["/".join(filter(None, ("grad_norm", name)))] = float(update.grad_norm)
             update.grad_norm = update.rates = None
-        own = () if self._task.prefers_metrics else {*logged, "samples_per_second"}
+        own = () if self._task.adapter.prefers_metrics else {*logged, "samples_per_second"}
         for name in beside:
             if name in own:
                 raise UserError(

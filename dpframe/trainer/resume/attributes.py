@@ -74,7 +74,7 @@ class Attributes:
     def warn_once(self, is_main: bool) -> None:
         """Of what has changed and is not kept, unless the task keeps something itself."""
         unkept, self.unkept = self.unkept, {}
-        keeps = self._task.keeps_state
+        keeps = self._task.adapter.keeps_state
         if keeps is None:
             keeps = hasattr(self._task, "on_save")
         if not unkept or self._has_warned or not is_main or keeps:
