@@ -155,8 +155,7 @@ class Injected(dpframe.Task):
     def training_step(self, batch: Tensor) -> dict[str, Tensor]:
         self.steps += 1
         _note("training", self.steps)
-        rank = os.environ.get("RANK", "0")
-        if self.steps >= 3 and rank == os.environ.get("SLOW_RANK", rank):
+        if self.steps >= 3:
             _pause()
         if _is_due("code", self.steps):
             _fail()

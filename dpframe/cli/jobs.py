@@ -19,7 +19,7 @@ from dpframe.config.compose import Composed
 from dpframe.devices.accelerator import cores
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line
 from dpframe.launch import local, signals
-from dpframe.launch.rank import SAFE_PATH, SIGNALED
+from dpframe.launch.rank import SAFE_PATH
 from dpframe.launch.rank_errors import RankFailed
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
@@ -258,7 +258,7 @@ def _live(
 
 
 def _work(job: Composed) -> int:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     collect_garbage()
     run(job)
     return 0

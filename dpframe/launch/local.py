@@ -21,16 +21,15 @@ from typing import Any
 
 from dpframe.errors import Interrupted, UserError
 from dpframe.launch import signals, watchdog
-from dpframe.launch.rank import SAFE_PATH, SIGNALED, rank_main
+from dpframe.launch.rank import SAFE_PATH, rank_main
 from dpframe.launch.rank_errors import Fault, explain
-from dpframe.launch.signals import STOP, Interruption
+from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import BEAT, SIGNALS, TICK_SECONDS, Clock
 
 HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
 EXIT_SECONDS = 10.0  # and once their work is done
 LOOK_SECONDS = 4.0  # between two looks at ranks that may wait for one that has ended
-PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
 FILES, FILES_OF_A_RANK = 16, 8  # that are opened in the parent or a rank, with some to spare
 DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 
@@ -118,7 +117,7 @@ def block_signals() -> Iterator[None]:
     the current directory first: a ./pickle.py there would run before it has its parent's path."""
     was_set = SAFE_PATH in os.environ
     os.environ.setdefault(SAFE_PATH, "1")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
@@ -137,10 +136,9 @@ class _Rank:
         self.may_save = False  # it trains or evaluates
         self.ending = ""  # its last message: done, interrupted or failed
         self.fault: Fault | None = None
-        self.is_paused = False  # between two steps
         self.hang_seconds = float("inf")
         self.beaten_at = 0.0
-        self.messages, theirs = context.Pipe()
+        self.messages, theirs = context.Pipe(duplex=False)
         self.pulse, beats = context.Pipe(duplex=False)
         self.process = context.Process(target=rank_main, args=(environment, theirs, beats, work))
         self.process.start()
@@ -156,12 +154,6 @@ class _Rank:
         with suppress(EOFError, OSError):  # it has ended
             while self.messages.poll():
                 yield pickle.loads(self.messages.recv_bytes())
-
-    def resume(self) -> None:
-        if self.is_paused:
-            self.is_paused = False
-            with suppress(OSError):
-                self.messages.send_bytes(b"")
 
     def read_stack(self) -> str:
         return watchdog.read_stack(self.process.pid, self.pulse.fileno())
@@ -196,7 +188,6 @@ class _Job:
         self._interrupted_at = float("inf")
         self._look_at = float("inf")
         self._stacks: list[str] = []  # at the last look
-        self._pause_until: float | None = None
 
     def start(self, run: Callable[..., Any], args: tuple, count: int) -> None:
         import torch
@@ -252,7 +243,6 @@ class _Job:
             self._forward_signals()
             for rank in self.ranks:
                 self._read(rank)
-            self._pause()
             if self._hangs() or self._waits_in_vain() or self._is_late():
                 return
         for rank in self.ranks:  # the last ones may have ended since
@@ -314,8 +304,6 @@ class _Job:
             case "watch":
                 rank.hang_seconds = value or float("inf")
                 rank.beaten_at = self._clock.seconds()
-            case "paused":
-                rank.is_paused = True
             case "done" if rank.number == 0:
                 self.value = value
                 # The others have nothing to write, but may be in their last collective.
@@ -346,10 +334,6 @@ class _Job:
     def _forward_signals(self) -> None:
         if self.stop.number is not None:
             self._interrupt(self.stop.number)
-        elif self.stop.is_to_pause and self._pause_until is None:
-            self._pause_until = self._clock.seconds() + PAUSE_SECONDS
-            for rank in self.ranks:
-                rank.signal(STOP)
 
     def _interrupt(self, number: int) -> None:
         if self.number is None:
@@ -359,30 +343,11 @@ class _Job:
             for rank in self.ranks:
                 rank.signal(number)  # a terminal's Ctrl-C has reached it: it counts once
 
-    def _pause(self) -> None:
-        """Stops the job as Ctrl-Z asks: by preference where no rank waits for another.
-
-        A collective has a timeout that goes on while the job is stopped.
-        """
-        if self._pause_until is not None and self.number is None:
-            running = [rank for rank in self.ranks if not (rank.is_paused or rank.ending)]
-            if running and self._clock.seconds() < self._pause_until:
-                return
-            for rank in running:
-                rank.signal(signal.SIGSTOP)
-            self.stop.stop_here()
-            for rank in self.ranks:
-                rank.signal(signal.SIGCONT)
-                rank.beaten_at = self._clock.seconds()
-        self._pause_until = None
-        for rank in self.ranks:
-            rank.resume()
-
     # ---- hangs
 
     def _hangs(self) -> bool:
         """Whether a rank has made no progress for too long; the job is over then."""
-        if self.number is not None or self._pause_until is not None:
+        if self.number is not None:
             return False
         now = self._clock.seconds()
         silent = [rank for rank in self.ranks if rank.is_silent]

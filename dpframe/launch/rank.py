@@ -14,10 +14,9 @@ from typing import Any
 from dpframe.errors import Interrupted
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank_errors import describe
-from dpframe.launch.signals import SIGNALS, STOP, Interruption
+from dpframe.launch.signals import SIGNALS, Interruption
 
 SAFE_PATH = "PYTHONSAFEPATH"
-SIGNALED = (*SIGNALS, STOP)
 
 _parent: "Parent | None" = None
 
@@ -40,9 +39,8 @@ def rank_main(
     parent.send("begun")
     set_parent(parent)
     parent.open()
-    with parent.pausing():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
-        code = do_work(parent, work)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    code = do_work(parent, work)
     signals.end_children()  # a DataLoader in a cycle would wait seconds for its workers
     gc.collect()  # as in `cli.exit`: of a process that is not a fork the interpreter ends
     sys.exit(code)
@@ -86,7 +84,7 @@ def fail(error: BaseException, *, is_late: bool = False) -> None:
 
 
 class Parent(Interruption):
-    """In a rank: the process that started it counts its signals, watches it and pauses it."""
+    """In a rank: the process that started it counts its signals and watches it."""
 
     ends_at_second = False  # the parent ends it
     exit_code: int | None = None  # of the failure that it was told
@@ -129,9 +127,3 @@ class Parent(Interruption):
             yield
         finally:
             self.send("watch", self._hang_seconds)
-
-    def pause(self) -> None:
-        if self.number is None:
-            self.send("paused")
-            self._messages.recv_bytes()
-        super().pause()

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -19,7 +19,6 @@ from dpframe.launch import watchdog
 from dpframe.launch.watchdog import PREEMPTION as PREEMPTION
 from dpframe.launch.watchdog import SIGNALS as SIGNALS
 
-STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
 OVER = b"\0"  # no signal has this number
 LONGEST_FOLDER = 50  # bytes; a socket's path has 107
@@ -81,7 +80,6 @@ class Interruption:
         self.grace_seconds = 30.0
         self.number: int | None = None  # of the first signal
         self.has_begun = False  # from then on there may be something to save
-        self.is_to_pause = False  # Ctrl-Z
         self._is_quiet = is_quiet
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
@@ -122,7 +120,7 @@ class Interruption:
         thread.start()
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # gets the number of each signal
         try:
-            with watchdog.timer(hang_seconds), _handling_stop(self._stop_untimed):
+            with watchdog.timer(hang_seconds):
                 yield
         finally:
             signal.set_wakeup_fd(-1)
@@ -137,28 +135,12 @@ class Interruption:
 
     @contextmanager
     def left_to_launcher(self) -> Iterator[None]:
-        """Within, a signal and Ctrl-Z are left to who starts ranks, and ends or stops them."""
+        """Within, a signal is left to who starts ranks, and ends them."""
         before, self.has_begun = self.has_begun, True
-        with self.pausing():
-            try:
-                yield
-            finally:
-                self.has_begun = before
-
-    def pausing(self) -> AbstractContextManager[None]:
-        """Within, Ctrl-Z is left to who asks for `is_to_pause`."""
-        return _handling_stop(self._note_stop)
-
-    def pause(self) -> None:
-        """Between two steps, where all ranks are to stop."""
-        self.is_to_pause = False
-
-    def stop_here(self) -> None:
-        """Does what Ctrl-Z does by default; returns when the process goes on."""
-        self.is_to_pause = False
-        handler = signal.signal(STOP, signal.SIG_DFL)
-        signal.raise_signal(STOP)
-        signal.signal(STOP, handler)
+        try:
+            yield
+        finally:
+            self.has_begun = before
 
     # ---- the handlers
 
@@ -169,13 +151,6 @@ class Interruption:
                 self._end(number, "")
         elif self.ends_at_second and time.monotonic() - self._since > ECHO_SECONDS:
             self._end(self.number, ", twice; ended at once")
-
-    def _note_stop(self, number: int, frame: Any) -> None:
-        self.is_to_pause = True
-
-    def _stop_untimed(self, number: int, frame: Any) -> None:
-        with watchdog.held():
-            self.stop_here()
 
     def _end_late(self, news: int) -> None:
         number = 0
@@ -196,20 +171,6 @@ class Interruption:
         os._exit(128 + number)
 
 
-@contextmanager
-def _handling_stop(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within, Ctrl-Z calls the handler, unless the program has one of its own."""
-    is_main = threading.current_thread() is threading.main_thread()
-    is_free = is_main and signal.getsignal(STOP) is signal.SIG_DFL
-    if is_free:
-        signal.signal(STOP, handler)
-    try:
-        yield
-    finally:
-        if is_free:
-            signal.signal(STOP, signal.SIG_DFL)
-
-
 # ---- children
 
 
@@ -218,8 +179,6 @@ def forget() -> None:
     global _current
     _current = None
     watchdog.disconnect()
-    if callable(signal.getsignal(STOP)):
-        signal.signal(STOP, signal.SIG_DFL)
 
 
 def end_with_parent() -> None:
@@ -254,7 +213,7 @@ def leave_to_parent() -> None:
     """
     end_with_parent()
     forget()
-    for number in (STOP, *SIGNALS):
+    for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):

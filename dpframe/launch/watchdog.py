@@ -22,6 +22,7 @@ USR1 = () if STACK == signal.SIGUSR1 else (signal.SIGUSR1,)  # Slurm's, before a
 _NAME = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
 PREEMPTION = getattr(signal, _NAME, signal.SIGUSR2)  # submitit's, before a time limit, too
 SIGNALS = tuple(dict.fromkeys([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *USR1, PREEMPTION]))
+STOP = signal.SIGTSTP  # Ctrl-Z
 BEAT = 0x80  # no signal has this number, and no stack this byte
 TEXT = {ord("\n"), *range(ord(" "), 127)}  # faulthandler's
 BEAT_SECONDS = 0.1  # between two of them at least
@@ -55,16 +56,22 @@ def beat() -> None:
 @contextmanager
 def timer(seconds: float | None) -> Iterator[None]:
     """Within, this process shows its stacks and ends with exit code 1 if it does not `beat` for
-    that long. A process has one such timer: a program's own is not kept."""
+    that long; what Ctrl-Z takes does not count. A process has one such timer: a program's own is
+    not kept."""
     if seconds is None:
         yield
         return
     start = partial(faulthandler.dump_traceback_later, seconds, exit=True, file=2)
     _give_by(start)
     start()
+    is_free = signal.getsignal(STOP) is signal.SIG_DFL  # else the program has a handler
+    if is_free:
+        signal.signal(STOP, _stop)
     try:
         yield
     finally:
+        if is_free:
+            signal.signal(STOP, signal.SIG_DFL)
         _give_by(None)
         faulthandler.cancel_dump_traceback_later()
 
@@ -82,6 +89,14 @@ def held() -> Iterator[None]:
         _give()
 
 
+def _stop(number: int, frame: object) -> None:
+    """Ctrl-Z stops the process, as by default, and holds its timer, which no stop holds."""
+    with held():
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        signal.signal(number, _stop)
+
+
 def connect(fd: int) -> None:
     """Sends beats there from now on, the number of each signal that Python handles, and on `STACK`
     the main thread's stack. All but the beats is done by C code, while no Python runs, too."""
@@ -95,6 +110,8 @@ def disconnect() -> None:
     _give_by(None)
     signal.set_wakeup_fd(-1)
     faulthandler.unregister(STACK)
+    if signal.getsignal(STOP) is _stop:
+        signal.signal(STOP, signal.SIG_DFL)
 
 
 def _give_by(give: Callable[[], object] | None) -> None:

@@ -117,20 +117,14 @@ class StopPoll:
             wanted = min(pace * BETWEEN_SECONDS, LONGEST)
         self.done, self._polled_at = done, now
         seen = None if self._interruption is None else self._interruption.number
-        pauses = self._interruption is not None and self._interruption.is_to_pause
         clock = now - self._began if self.collectives.is_main else 0.0
-        own = wanted, clock, float(pauses), float(wish is not None)
-        steps, clock, pausing, wishes, *counts = self.collectives.sum_numbers(
+        own = wanted, clock, float(wish is not None)
+        steps, clock, wishes, *counts = self.collectives.sum_numbers(
             [*own, *(float(seen == number) for number in SIGNALS)]
         )
         most = max(counts)
         if most:
             raise Interrupted(SIGNALS[counts.index(most)])
-        if pausing and self._interruption is not None:
-            self._interruption.pause()
-            paused = time.perf_counter() - now
-            self._began += paused
-            self._polled_at += paused
         self._every = max(1, int(steps / self.collectives.world_size))
         if 0 < wishes < self.collectives.world_size:
             gathered = self.collectives.gather(wish)

@@ -260,8 +260,6 @@ class _Job:
                 self.number = self.stop.number
                 deadline = time.monotonic() + self.stop.grace_seconds
                 self.signals.put_nowait_batch([self.number] * len(self.silent))
-            if self.stop.is_to_pause:  # of this program alone: the cluster goes on
-                self.stop.stop_here()
             self._hear()
         if thread.is_alive():
             self.said = signals.describe_lateness(self.stop.grace_seconds)
@@ -420,10 +418,6 @@ class _Line:
 
     def send_bytes(self, message: bytes) -> None:
         self.messages.put((self.rank, message))
-
-    def recv_bytes(self) -> bytes:
-        """Ctrl-Z stops the program alone."""
-        return b""
 
 
 class _Stream(io.TextIOBase):
