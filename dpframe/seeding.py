@@ -95,8 +95,8 @@ def restore_random_state(
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(array("Q", internal)), gauss))
     torch.set_rng_state(state["torch"])
-    kind, kept = state.get("devices", ["cuda", state.get("cuda", [])])
-    here = in_use() if devices is None or "cuda" in state else devices  # before 0.2.0: by number
+    kind, kept = state.get("devices", ["", []])
+    here = in_use() if devices is None else devices
     for device, device_state in zip(here, kept, strict=False):
         if device.type == kind:
             torch.get_device_module(kind).set_rng_state(device_state, device)

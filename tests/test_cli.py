@@ -47,7 +47,7 @@ BEFORE_TORCH = {
     "+train=false": "there is no key train; did you mean mode=fit?",
     "debug=default": "there is no key debug; did you mean experiment=debug?",
     "trainer.accumulate_grad_batches=2": "did you mean trainer.accumulate?",
-    "trainer.lean=false": "did you mean trainer.skip_dynamo_import?",
+    "trainer.num_nodes=2": "did you mean strategy=ddp, started by torchrun?",
     "trainer.gradient_clip_val=1": "did you mean trainer.clip_norm?",
     "trainer.fast_dev_run=true": "did you mean experiment=debug?",
     "ddp": "'ddp' is not an override; did you mean strategy=ddp?",

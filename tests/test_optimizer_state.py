@@ -86,7 +86,7 @@ def same_weights(one: Any, other: Any) -> bool:
 
 
 def unnamed(state: dict[str, Any]) -> dict[str, Any]:
-    """As earlier versions wrote it."""
+    """As an optimizer without torch's hooks has it."""
     groups = [dict(group) for group in state["optimizer"]["param_groups"]]
     assert all(group.pop("param_names") for group in groups)
     return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}

@@ -13,13 +13,11 @@ from pathlib import Path
 import forked
 import injector
 import pytest
-from command import ROOT, cold_attempts, environment, write
+from command import ROOT, environment
 from injector import fail_at
-from small import is_same, trainer
+from small import is_same
 from torch.distributed import run
 from torch.distributed.launcher.api import elastic_launch
-
-from dpframe import TrainerSettings, UserError
 
 TESTS = Path(__file__).resolve().parent
 WORDS = ("strategy=ddp", "logger=none")
@@ -173,40 +171,3 @@ def test_a_machine_that_is_lost_leaves_the_other_one_to_go_on(tmp_path):
 def is_of_both(folder: Path) -> bool:
     note = folder / ".hydra/torchrun"
     return note.exists() and len(note.read_text().splitlines()) == 2
-
-
-# The two settings of an earlier version, for which it met other machines by itself.
-
-START = "--rdzv-backend c10d --rdzv-endpoint"
-REFUSED = {
-    "trainer.nodes=2 trainer.rendezvous=node1:29500 trainer.gpus=4 recipe=boston strategy=ddp": (
-        f"torchrun --nnodes 2 --nproc-per-node 4 {START} node1:29500 -m dpframe recipe=boston "
-        "strategy=ddp"
-    ),
-    "recipe=boston strategy=fsdp trainer.nodes=2": (
-        f"torchrun --nnodes 2 --nproc-per-node N {START} HOST:29500 -m dpframe recipe=boston "
-        "strategy=fsdp"
-    ),
-    "recipe=boston trainer.num_nodes=3": "torchrun --nnodes 3 --nproc-per-node N --rdzv-",
-    "mode=verify +trainer.rendezvous=node1:1": f"torchrun --nnodes M --nproc-per-node N {START} ",
-    "--config-dir=mine recipe=met": f"{START} HOST:29500 -m dpframe … strategy=ddp",
-}
-
-
-def test_the_settings_for_several_machines_are_refused_with_the_command_for_them(tmp_path):
-    recipe = {
-        "mine/recipe/met.yaml": "# @package _global_\ndefaults: [boston]\ntrainer: {nodes: 2}\n"
-    }
-    lines = [line.split() for line in REFUSED]
-    done, heavy = cold_attempts(lines, write(tmp_path, recipe))
-    assert "torch" not in heavy
-    for attempt, command in zip(done, REFUSED.values(), strict=True):
-        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
-        assert "trainer.nodes and trainer.rendezvous are no settings" in attempt.err
-        assert command in attempt.err
-
-
-@pytest.mark.parametrize("make", [TrainerSettings, trainer])
-def test_the_settings_for_several_machines_are_refused_from_python_too(make):
-    with pytest.raises(UserError, match=r"^trainer\.nodes and .* torchrun --nnodes 2 --nproc-per"):
-        make(nodes=2)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-# The length of the comment, then the comment. Earlier versions wrote no step.
+# The length of the comment, then the comment; weights alone have no step.
 SEAL = re.compile(
     rb"(..)(dpframe sha256 ([0-9a-f]{64})"
     rb"((?: step (\d{1,20}))?(?: parts (step\d{1,20}-[0-9a-f]{1,20}\.parts) ([0-9a-f]{64}))?))\Z",

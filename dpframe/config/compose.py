@@ -17,7 +17,6 @@ from omegaconf.resolvers import oc
 
 from dpframe.config import modes
 from dpframe.config.earlier_run import (
-    MACHINES,
     WORDS,
     as_notes,
     key_of,
@@ -32,7 +31,6 @@ from dpframe.config.loader import ConfigLoader, quoted, register_resolver
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import RunSettings, read_settings
 from dpframe.errors import UserError
-from dpframe.trainer.settings import several_machines
 from dpframe.util import files
 from dpframe.values import shown
 
@@ -82,7 +80,6 @@ def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
         HydraConfig.instance().set_config(config)
         return Path(str(config.hydra.run.dir)).parent
 
-    _refuse_several_machines(typed)
     mode = value_of("mode", typed) or ""
     if re.fullmatch(r"\w+", mode):  # not a reference or a list: a mode's keys are there with it
         modes.refuse_unknown(mode)
@@ -132,14 +129,6 @@ def _without(taken: set[str], overrides: Sequence[str], configs: ConfigLoader) -
             # What is typed may set a key that one of those that are left out has added.
             known.append(override if override[0] in "+~" else f"++{override}")
     return known
-
-
-def _refuse_several_machines(typed: Sequence[str]) -> None:
-    keys = (*MACHINES, "num_nodes", "trainer.num_nodes")  # and Lightning's name
-    if any(key_of(override) in keys for override in typed):
-        nodes, rendezvous, *others, gpus = (value_of(key, typed) for key in (*keys, "trainer.gpus"))
-        words = [each for each in typed if key_of(each) not in (*keys, "trainer.gpus")]
-        raise several_machines(nodes or others[0] or others[1], rendezvous, gpus, words)
 
 
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:

@@ -26,7 +26,6 @@ WORDS = ("best", "last")  # a checkpoint of the newest run
 TYPED_AGAIN = ("data.input", "strategy.storage")
 LOCAL_LOGGERS = {"tensorboard", "csv", "none", "null"}  # which send nothing away
 FROM_ENVIRONMENT = r"\$\{oc\.env:[^${}]*\}"
-MACHINES = ("trainer.nodes", "trainer.rendezvous")  # torchrun's own
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",

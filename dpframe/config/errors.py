@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config import modes, plugins
-from dpframe.config.earlier_run import MACHINES, key_of, value_of
+from dpframe.config.earlier_run import key_of, value_of
 from dpframe.config.hints import hint
 from dpframe.config.schema import (
     CONFIG_NAME,
@@ -21,7 +21,6 @@ from dpframe.config.schema import (
     type_of,
 )
 from dpframe.errors import UserError, first_line, nearest, suggestion
-from dpframe.trainer.settings import several_machines
 from dpframe.values import KINDS, describe_type
 
 
@@ -169,8 +168,6 @@ class _Mistake:
             return f"there is no group {path}; write override /{inner}: OPTION"
         if self.menu and (near := nearest(path, self.menu.groups(), cutoff=0.9)):
             return f"there is no key {path}; did you mean {near}?"
-        if key in MACHINES:
-            return str(several_machines(None, None))
         key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
         typed = [f"{o}: " for o in self.overrides if f"{key}.".startswith(f"{key_of(o)}.")]
         return max(typed, default="", key=key_of) + f"there is no key {key}; {self.hint(key)}"

@@ -119,8 +119,8 @@ WHOLE = {  # what to type for the last part of a key, or for its name in other f
         ("schedule", "lr_schedule", "lr_scheduler_type"), "task/schedule=warmup_cosine"
     ),
     "warmup_ratio": "task.schedule.warmup",
+    **dict.fromkeys(("nodes", "num_nodes", "nnodes"), "strategy=ddp, started by torchrun"),
     "model": "task",
-    "lean": "trainer.skip_dynamo_import",  # its name before
     "fast_dev_run": "experiment=debug",
     "overfit_batches": "experiment=overfit",
     **{f"optimized_{name}": f"sweep.{name}" for name in ("metric", "mode")},  # theirs
@@ -128,7 +128,6 @@ WHOLE = {  # what to type for the last part of a key, or for its name in other f
 FLAGS = {  # what to type for an option of other programs that has not the name of a key
     **dict.fromkeys(("model", "dataset", "config_name"), "recipe"),
     **dict.fromkeys(("output_dir", "out_dir", "log_dir", "logdir", "save_dir"), "hydra.run.dir"),
-    **dict.fromkeys(("nnodes", "num_nodes"), "trainer.nodes"),
     **dict.fromkeys(("resume_from", "resume_from_checkpoint"), "resume"),
     **dict.fromkeys(("opt", "optimizer"), "task.optimizer._target_"),
     **dict.fromkeys(("fp16", "amp"), "trainer.precision=fp16"),

@@ -14,7 +14,6 @@ LEAST = {"validated_step": -1}
 class Progress:
     """The counters of a run."""
 
-    # A new one is `state.get` below, with its default: checkpoints of earlier runs have none.
     global_step: int = 0  # steps: of several optimizers, whatever turns they took
     epoch: int = 0  # whole epochs done
     batches_done: int = 0  # of the current epoch

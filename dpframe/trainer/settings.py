@@ -1,9 +1,8 @@
 """What `trainer.*` may be; conf/trainer/default.yaml explains each key."""
 
 import math
-import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import InitVar, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dpframe.errors import UserError, not_one_of, suggestion
@@ -117,12 +116,8 @@ class TrainerSettings:
     max_restarts: int = 0
     hang_seconds: float | None = 1800.0
     grace_seconds: float = 30.0
-    nodes: InitVar[Any] = None  # these two are refused
-    rendezvous: InitVar[Any] = None
 
-    def __post_init__(self, nodes: Any, rendezvous: Any) -> None:
-        if nodes is not None or rendezvous is not None:
-            raise several_machines(nodes, rendezvous)
+    def __post_init__(self) -> None:
         self.precision = str(self.precision)  # 32 and 64 may be given as numbers
         # In YAML, on and off without quotes are truth values.
         self.share_check = {"True": "on", "False": "off"}.get(
@@ -308,20 +303,6 @@ def check_seed(seed: Any) -> None:
     check_type("seed", seed, int)
     if not 0 <= seed < 2**63:
         raise UserError(f"seed={seed} is out of range; use 0 to 2**63 - 1")
-
-
-def several_machines(
-    nodes: object, rendezvous: object, gpus: object = None, words: Iterable[str] = ()
-) -> UserError:
-    """The line for who asks for several machines, with the command that starts their ranks."""
-    ranks = str(gpus) if str(gpus).isdecimal() else "N"
-    torchrun = f"torchrun --nnodes {nodes or 'M'} --nproc-per-node {ranks} --rdzv-backend c10d"
-    torchrun += f" --rdzv-endpoint {rendezvous or 'HOST:29500'} -m dpframe"
-    own = shlex.join(words) or "… strategy=ddp"
-    return UserError(
-        "trainer.nodes and trainer.rendezvous are no settings: the ranks of several machines are "
-        f"started by torchrun, srun, mpirun or Ray, e.g. on each machine {torchrun} {own}"
-    )
 
 
 @dataclass

@@ -327,7 +327,7 @@ class OptimizerStep:
         where they decide the rates, these are as if they had been so from the start."""
         optimizer, scheduler, made = self.optimizer, self.scheduler, self.options
         saved, of_scheduler = self._own(state["optimizer"]), self._own(state["scheduler"])
-        before = self._own(state["options"]) if "options" in state else made
+        before = self._own(state["options"])
         groups, schedule = before["groups"], before["schedule"]
         has_optimizer, has_scheduler, _ = (there.get(n) == k for n, k in self.kinds().items())
         if has_optimizer:

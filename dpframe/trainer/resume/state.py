@@ -106,23 +106,20 @@ class Resumable:
         checkpoint.load_task(self.task, state, is_resumed=True, sharding=strategy.sharding)
         with refusing(state):
             before = json.loads(state["fingerprint"])
-            of_strategy = state.get("strategy", {}).get(strategy.name, {})
+            of_strategy = state["strategy"].get(strategy.name, {})
             for name, update in self.updates.items():
                 update.load_state_dict(state, before, self.fingerprint)
                 kept = of_strategy.get(name, {}) if name else of_strategy
                 strategy.load_state_dict(kept, update.optimizer)
             progress.load_state_dict(state["progress"])
-            means = state["progress"]["means"]
-            means = [means] if isinstance(means, dict) else means  # an earlier version's
-            self.means.load_state_dict(means, rank=rank, world_size=world_size)
-            of_metrics = state["progress"].get("task_metrics", [])
-            self.task_metrics.load_state_dict(of_metrics, rank=rank, world_size=world_size)
+            for name, part in (("means", self.means), ("task_metrics", self.task_metrics)):
+                part.load_state_dict(state["progress"][name], rank=rank, world_size=world_size)
             for name, value in state["progress"]["logged"].items():
                 if type(value) not in (int, float):
                     raise TypeError(f"{name}={str(value)[:200]} was logged")
         begun = self._restore_callbacks(state["callbacks"])
         with refusing(state):
-            own, changes = of_process(state.get("attributes", []), rank, world_size)
+            own, changes = of_process(state["attributes"], rank, world_size)
             self.attributes.load_state_dict(own)
             place = self._restore_place(state, int(before["data.batch_size"]))
             return [*begun, *changes, *place]
@@ -151,14 +148,14 @@ class Resumable:
             changes = [f"random numbers of {processes} processes there, {strategy.world_size} here"]
             seed = seeding.mix(self.seed, strategy.rank, progress.global_step)
             seeding.seed_everything(seed, devices)
-        there = {"count": strategy.replicas, "own": ""} | state.get("replicas", {})
+        there = state["replicas"]
         own = str(self.own or there["own"])
         if progress.batches_done and own and there["count"] != strategy.replicas:
             changes.append(
                 f"replicas={there['count']} there, {strategy.replicas} here, within an epoch, so "
                 f"that the curve is another one from here on: {own}"
             )
-        self.feed.train.seek(state.get("stream", []), strategy.world_size)
+        self.feed.train.seek(state["stream"], strategy.world_size)
         # As many rows of the epoch are skipped as were read, or a part of a batch less.
         if now := self.feed.source.batch_size:
             progress.batches_done = progress.batches_done * batch_size // now
