@@ -1,8 +1,6 @@
 """What a Trainer is given: objects of the right kinds, with no method that nothing would call."""
 
 import inspect
-import re
-import sys
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
@@ -137,7 +135,7 @@ def _misfit(name: str, value: Any, example: str) -> UserError:
 
 def _refuse_uncalled(part: Any) -> None:
     """Of a task, a DataModule or a callback: a method that is named almost as one that is called,
-    or as another framework's, unless the user's own code uses it."""
+    or as another framework's. A helper has a name that begins with `_`."""
     bases = [base for base in CALLED if isinstance(part, base)]  # one, but for data with hooks
     base = bases[0]
     for kind in _own_classes(part):
@@ -150,9 +148,12 @@ def _refuse_uncalled(part: Any) -> None:
             do_instead = THEIRS[base].get(name)
             meant = MEANT.get(name) or nearest(name, CALLED[base], cutoff=NEAR)
             if do_instead is None and meant in CALLED[base] and meant not in vars(kind):
-                do_instead = f"rename it to {meant}, or to _{name} if it is a helper"
-            if do_instead is not None and not _is_used(name, part):
-                raise UserError(f"{kind.__name__}.{name} is never called; {do_instead}")
+                do_instead = f"rename it to {meant}"
+            if do_instead is not None:
+                raise UserError(
+                    f"{kind.__name__}.{name} is never called; {do_instead}, or call it _{name} if "
+                    "it is a helper"
+                )
 
 
 def _own_classes(part: Any) -> list[type]:
@@ -165,20 +166,3 @@ def _own_classes(part: Any) -> list[type]:
         ):
             found.append(kind)
     return found
-
-
-def _is_used(name: str, part: Any) -> bool:
-    """Whether the files of these classes, or the program, look as if they read an attribute so
-    named. What has no source, e.g. a cell of a notebook, may."""
-    read = re.compile(rf"(?<!super\(\))\.{name}\b|getattr\(self, (?![\"'](?!{name}\b))")
-    modules = {kind.__module__ for kind in _own_classes(part)}
-    for module in modules | {"__main__"}:
-        try:
-            source = inspect.getsource(sys.modules[module])
-        except (KeyError, OSError, TypeError):
-            if module in modules:
-                return True
-            continue
-        if read.search(source):
-            return True
-    return False
