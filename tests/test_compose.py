@@ -41,11 +41,12 @@ def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     place = write(tmp_path / "out", {"mine/experiment/env.yaml": EXPERIMENT})
     start = ["--config-dir=mine", "trainer.max_epochs=1"]
-    begun = ["recipe=boston", "experiment=env", "+vars.typed=${oc.env:TOKEN}"]
+    typed = "+vars.typed=${oc.env:TOKEN}"  # each time, as what a directory refers to is not taken
+    begun = ["recipe=boston", "experiment=env", typed]
     lines = [
         [*start, *begun, "hydra.run.dir=run"],
-        [*start, "resume=run", "trainer.max_epochs=2"],
-        [*start, "mode=test", "checkpoint=run/checkpoints/last.ckpt"],
+        [*start, "resume=run", "trainer.max_epochs=2", typed],
+        [*start, "mode=test", "checkpoint=run/checkpoints/last.ckpt", typed],
         ["-m", *start, *begun, "seed=1,2"],
         [*start, *begun, "-c", "job"],
     ]
@@ -60,7 +61,7 @@ def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
     assert state["progress"]["epoch"] == 2
 
     monkeypatch.setenv("RATE", "0.03")
-    (refused,) = attempts([[*start, "resume=run", "trainer.max_epochs=3"]], place)
+    (refused,) = attempts([[*start, "resume=run", "trainer.max_epochs=3", typed]], place)
     assert refused.code == 2 and "task.optimizer.lr=${oc.env:RATE} (sha256 " in refused.err
 
 

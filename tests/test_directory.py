@@ -223,7 +223,7 @@ def test_of_a_resumed_runs_overrides_those_are_kept_that_still_have_their_key(
 @pytest.mark.parametrize(
     "override",
     [
-        "+vars.layers={widths: [1, 2], a b: ${oc.env:HOME}}",
+        "+vars.layers={widths: [1, 2], a b: c}",
         "data.file='rows #2.csv'",
         f"+vars.name='{'long ' * 30}ü \udcff: x'",
         "~callbacks.checkpoint",

@@ -105,30 +105,13 @@ def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
     taken = {key_of(each) for each in [*configs.taken, *(o for o in overrides if o not in own)]}
     if taken:
         start = next((o for o in own if key_of(o) in ("resume", "checkpoint")), "sweep.resume")
-        known = _without(taken, overrides, configs)
+        values = [key for key in taken if not configs.options(key)]
         try:
             texts = _plain(without_hydra(config))
-            refuse_brought(
-                _fill_references(config),
-                texts,
-                lambda: _fill_references(configs.compose(known)),
-                start,
-            )
+            refuse_brought(config, _fill_references(config), texts, values, start)
         except OmegaConfBaseException as error:
             raise explain(error, config=_plain(config)) from None
     return config
-
-
-def _without(taken: set[str], overrides: Sequence[str], configs: ConfigLoader) -> list[str]:
-    """Without the values that a directory's overrides set; the options that they choose stay."""
-    known = []
-    for override in overrides:
-        if configs.options(key_of(override).partition("@")[0]):
-            known.append(override)
-        elif key_of(override) not in taken:
-            # What is typed may set a key that one of those that are left out has added.
-            known.append(override if override[0] in "+~" else f"++{override}")
-    return known
 
 
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:

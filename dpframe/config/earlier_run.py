@@ -4,16 +4,17 @@ A run directory is data, maybe a stranger's: what names something to call is typ
 found before torch is imported, once for all ranks.
 """
 
+import copy
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
 from dpframe.checkpoint import address, seal
 from dpframe.config import modes
@@ -25,7 +26,6 @@ OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "checkpoint_skip", "mod
 WORDS = ("best", "last")  # a checkpoint of the newest run
 TYPED_AGAIN = ("data.input", "strategy.storage")
 LOCAL_LOGGERS = {"tensorboard", "csv", "none", "null"}  # which send nothing away
-FROM_ENVIRONMENT = r"\$\{oc\.env:[^${}]*\}"
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
@@ -159,7 +159,7 @@ def must_be_typed(override: str) -> bool:
     """Whether an override of a directory may name something to call, or says where files or numbers
     go or what is read."""
     key, value = key_of(override), override.partition("=")[2]
-    if re.search(r"_target_|_args_|[$@]", re.sub(FROM_ENVIRONMENT, "", override)):
+    if re.search(r"_target_|_args_|[$@]", override):
         return True
     words = set(re.findall(r"\w+", value))
     if key in ("logger", "strategy"):
@@ -168,24 +168,24 @@ def must_be_typed(override: str) -> bool:
     return key in TYPED_AGAIN or (part == "logger" and name.partition(".")[0] not in LOCAL_LOGGERS)
 
 
-def refuse_brought(config: Any, texts: Any, compose: Callable[[], Any], what: str) -> None:
+def refuse_brought(
+    config: DictConfig, filled: Any, texts: Any, keys: Iterable[str], what: str
+) -> None:
     """Refuses a `_target_` that is there by a file's reference to what a directory's overrides set.
 
-    `config` has each `${…}` filled in, `texts` has not; `compose` gives the first without these
-    overrides, but with the options that they choose.
+    `filled` is the config with each `${…}` filled in, `texts` without; `keys` are of the overrides.
     """
-    there, written = calls_in(config), calls_in(texts)
-    if there == written:
-        return  # all are texts of config files, or typed
-    try:
-        known = calls_in(compose())
-    except (UserError, OmegaConfBaseException):
-        known = written
-    for key, path in there.items():
-        if known.get(key) != path:
+    there, written = calls_in(filled), calls_in(texts)
+    by_reference = [key for key in there if there[key] != written.get(key)]
+    if by_reference:
+        config = copy.deepcopy(config)
+        for key in keys:
+            OmegaConf.update(config, key, "???", force_add=True)
+    for key in by_reference:
+        if OmegaConf.select(config, key, throw_on_resolution_failure=False) != there[key]:
             raise UserError(
-                f"{what}: its overrides make {key}={path}, and a run directory is data; if you "
-                f"mean that, type it: {key}={path}"
+                f"{what}: its overrides make {key}={there[key]}, and a run directory is data; if "
+                f"you mean that, type it: {key}={there[key]}"
             )
 
 
