@@ -25,7 +25,6 @@ NO_REFERENCES = 2  # a version of marshal: later ones depend on who else has an 
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
 DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"
 OF_TASKS = OF_MODULES | {*vars(Task()), *vars(Task)}
-Path = tuple[str, str]  # a module's name, and its attribute's
 log = logging.getLogger("dpframe")
 
 
@@ -100,15 +99,13 @@ class Attributes:
         kind = type(value)
         if kind in PLAIN or _is_scalar(value):
             return kind, value if kind is int else repr(value)  # a NaN equals no other
-        if isinstance(value, list | tuple | deque | set | dict) and len(value) > MANY:
-            plain: type = dict if isinstance(value, dict) else list
-            with suppress(ValueError):  # what is in it is not plain
-                return kind, hash(marshal.dumps(plain(value), NO_REFERENCES))
-        if kind in (list, tuple, deque, set):
-            return kind, [self._mark(each, depth) for each in value]
-        if isinstance(value, dict):
-            self._held += value  # its keys
-            return kind, [(id(key), self._mark(each, depth)) for key, each in value.items()]
+        if isinstance(value, list | tuple | deque | set | dict):
+            entries = value.items() if isinstance(value, dict) else value
+            if len(value) > MANY:
+                plain = dict if isinstance(value, dict) else list
+                with suppress(ValueError):  # what is in it is not plain
+                    return kind, hash(marshal.dumps(plain(value), NO_REFERENCES))
+            return kind, [self._mark(each, depth) for each in entries]
         self._held.append(value)
         if isinstance(value, Tensor):
             return id(value), None if isinstance(value, nn.Parameter) else version_of(value)
@@ -139,18 +136,15 @@ def load(task: Task, state: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _loaded(now: Any, value: Any) -> Any:
     """What another has too, e.g. the same list or a view of the tensor, stays the same object."""
-    if isinstance(now, Tensor) and isinstance(value, Tensor):
-        if now.is_leaf and (now.shape, now.dtype) == (value.shape, value.dtype):
-            now.detach().copy_(value)
+    tensors = isinstance(now, Tensor) and isinstance(value, Tensor) and now.is_leaf
+    if tensors and (now.shape, now.dtype) == (value.shape, value.dtype):
+        now.detach().copy_(value)
+        return now
+    for kind, add in ((list, "extend"), (deque, "extend"), (set, "update"), (dict, "update")):
+        if isinstance(now, kind) and isinstance(value, kind):
+            now.clear()
+            getattr(now, add)(value)
             return now
-    elif isinstance(now, set | dict) and isinstance(value, set if isinstance(now, set) else dict):
-        now.clear()
-        now.update(value)
-        return now
-    elif isinstance(now, list | deque) and isinstance(value, type(now)):
-        now.clear()
-        now.extend(value)
-        return now
     return value
 
 
