@@ -101,6 +101,8 @@ class OptimizerStep:
             and (settings.scheduler_every == "step" or isinstance(self.scheduler, StepSchedule))
         )
         self.options: dict[str, Any] = {  # as they were made, since training changes some
+            "kind": name_of(self.optimizer),
+            "precision": settings.precision,
             "groups": options_of_groups(self.optimizer),
             "schedule": {
                 "kind": type(self.scheduler).__name__,
@@ -307,7 +309,7 @@ class OptimizerStep:
     def kinds(self) -> dict[str, str | None]:
         whose = self.name and f"{self.name}'s "
         return {
-            f"{whose}optimizer": name_of(self.optimizer),
+            f"{whose}optimizer": self.options["kind"],
             f"{whose}scheduler": self.scheduler and type(self.scheduler).__name__,
             f"{whose}scheduler's steps": getattr(self.scheduler, "total_steps", None),
         }
@@ -320,16 +322,15 @@ class OptimizerStep:
             "options": self.options,
         }
 
-    def load_state_dict(
-        self, state: dict[str, Any], there: dict[str, Any], here: dict[str, Any]
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """What an optimizer of the same class has learned goes on. Options are those of here, and
         where they decide the rates, these are as if they had been so from the start."""
         optimizer, scheduler, made = self.optimizer, self.scheduler, self.options
         saved, of_scheduler = self._own(state["optimizer"]), self._own(state["scheduler"])
         before = self._own(state["options"])
         groups, schedule = before["groups"], before["schedule"]
-        has_optimizer, has_scheduler, _ = (there.get(n) == k for n, k in self.kinds().items())
+        has_optimizer = before["kind"] == made["kind"]
+        has_scheduler = schedule["kind"] == made["schedule"]["kind"]
         if has_optimizer:
             order = group_order(self._named, optimizer, saved)
             if has_scheduler and scheduler is not None and order != sorted(order):
@@ -354,7 +355,7 @@ class OptimizerStep:
             return
         adapted = self._adapted(optimizer, saved)
         optimizer.load_state_dict(adapted)
-        if there.get("trainer.precision") == here["trainer.precision"]:
+        if before["precision"] == made["precision"]:
             self._keep_types(adapted)
         align(optimizer)
         set_options(optimizer, made["groups"], groups, now, with_rates=counts and not has_rates)

@@ -105,10 +105,9 @@ class Resumable:
         rank, world_size = strategy.rank, strategy.world_size
         checkpoint.load_task(self.task, state, is_resumed=True, sharding=strategy.sharding)
         with refusing(state):
-            before = json.loads(state["fingerprint"])
             of_strategy = state["strategy"].get(strategy.name, {})
             for name, update in self.updates.items():
-                update.load_state_dict(state, before, self.fingerprint)
+                update.load_state_dict(state)
                 kept = of_strategy.get(name, {}) if name else of_strategy
                 strategy.load_state_dict(kept, update.optimizer)
             progress.load_state_dict(state["progress"])
@@ -121,7 +120,8 @@ class Resumable:
         with refusing(state):
             own, changes = of_process(state["attributes"], rank, world_size)
             self.attributes.load_state_dict(own)
-            place = self._restore_place(state, int(before["data.batch_size"]))
+            batch_size = int(json.loads(state["fingerprint"])["data.batch_size"])
+            place = self._restore_place(state, batch_size)
             return [*begun, *changes, *place]
 
     def _restore_callbacks(self, states: dict[str, dict[str, Any]]) -> list[str]:
