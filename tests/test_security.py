@@ -57,6 +57,7 @@ recipe: named
 task: {net: {_target_: '${vars.net}', in_features: 1, out_features: 1}}
 vars: {net: torch.nn.Linear}
 """
+GROUPED = NAMED.replace("named", "grouped").replace("vars.net", "callbacks.net")
 COPY = "{_target_:shutil.copyfile,_args_:[mine/tasks.py,canary]}"
 SPAWN = "{_target_:setuptools._distutils.spawn.spawn,_args_:[[touch,canary]]}"
 DATA, NONE, GONE = "a run directory is data; if", "there is no such", "can't be used"
@@ -82,6 +83,7 @@ ATTACKS = {  # what overrides.yaml has, and what the one line says
     "a reference": ([f"+vars.x={COPY}", "+task.net=${vars.x}"], DATA),
     "a file's mapping": (["+task.net=${vars.tool}"], DATA),
     "a file's name": (["recipe=named", "vars.net=shutil.copyfile"], DATA),
+    "a group's mapping": (["recipe=grouped", "++callbacks={net:shutil.copyfile}"], DATA),
     "a resolver": (["+task.net=${oc.create:'{_target_: os.getcwd}'}"], DATA),
     "two halves": (
         ["+vars.a='{_tar'", "+vars.b='get_: x}'", "+task.net=${oc.create:${vars.a}${vars.b}}"],
@@ -128,6 +130,7 @@ FILES = {
     "mine/tasks.py": TASKS,
     "mine/recipe/victim.yaml": RECIPE + f"vars: {{tool: {COPY.replace(':', ': ')}, x: 1}}\n",
     "mine/recipe/named.yaml": NAMED,
+    "mine/recipe/grouped.yaml": GROUPED,
     "theirs/callbacks/theirs.yaml": f"x: {COPY}\n",
     "run/own.py": "open('canary', 'w').close()\nclass Own: pass\n",
 }

@@ -102,10 +102,10 @@ def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
             ) from None
         raise
     HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
-    taken = {key_of(each) for each in [*configs.taken, *(o for o in overrides if o not in own)]}
+    taken = [*configs.taken, *(each for each in overrides if each not in own)]
     if taken:
         start = next((o for o in own if key_of(o) in ("resume", "checkpoint")), "sweep.resume")
-        values = [key for key in taken if not configs.options(key)]
+        values = [key_of(o) for o in taken if "{" in o or not configs.options(key_of(o))]
         try:
             texts = _plain(without_hydra(config))
             refuse_brought(config, _fill_references(config), texts, values, start)

@@ -179,7 +179,7 @@ def refuse_brought(
     by_reference = [key for key in there if there[key] != written.get(key)]
     if by_reference:
         config = copy.deepcopy(config)
-        for key in keys:
+        for key in sorted(keys, key=len, reverse=True):  # what is below another one first
             OmegaConf.update(config, key, "???", force_add=True)
     for key in by_reference:
         if OmegaConf.select(config, key, throw_on_resolution_failure=False) != there[key]:
