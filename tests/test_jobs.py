@@ -16,6 +16,7 @@ from forked import started
 from dpframe import UserError
 from dpframe.cli import jobs
 from dpframe.cli.jobs import lanes
+from dpframe.cli.results import read_earlier
 
 OWN = """
 import gc
@@ -137,7 +138,7 @@ def test_a_run_ends_with_the_sweep_that_has_started_it(tmp_path):
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
     # That no process is left is checked after each test.
-    assert told(tmp_path, "status") == [("running",), ("running",)]
+    assert [run.status for run in read_earlier(tmp_path / "swept").runs] == ["running", "running"]
 
 
 def job_of(gpus: Any, accelerator: str = "auto") -> Any:

@@ -185,3 +185,36 @@ def test_there_is_no_picture_of_nothing_and_none_with_markup_of_a_value():
     made = results()
     made.runs[0].overrides[1] = "seed=<script>"
     assert "<script>" not in svg(made) and ElementTree.fromstring(svg(made)) is not None
+
+
+def test_a_run_writes_a_line_as_it_begins_and_ends_whatever_there_are_of_others(tmp_path):
+    made = results(tmp_path)
+    made.runs = [Result(number, [f"seed={number}"]) for number in range(1, 101)]
+    whole = 0
+    for number, run in enumerate(made.runs):
+        run.status = "running"
+        made.note(run)
+        run.status, run.value = "finished", float(number)
+        made.note(run)
+        whole = whole or (tmp_path / "sweep.json").stat().st_mtime_ns
+    assert (tmp_path / "sweep.json").stat().st_mtime_ns == whole, "written once"
+    lines = (tmp_path / "sweep.jsonl").read_text().splitlines()
+    assert len(lines) == 200 and max(map(len, lines)) < 200
+    assert read_earlier(tmp_path).runs == made.runs
+    with open(tmp_path / "sweep.jsonl", "a") as journal:
+        journal.write('{"number": 100, "over')
+    assert read_earlier(tmp_path).runs == made.runs, "a killed sweep has not ended a line"
+    made.save()
+    assert not (tmp_path / "sweep.jsonl").exists()
+    assert read_earlier(tmp_path).runs == made.runs
+
+
+def test_a_sweep_looks_once_at_each_run_for_what_the_runs_differ_by(monkeypatch):
+    made, looks = results(), []
+    values = Result.values.fget
+    monkeypatch.setattr(Result, "values", property(lambda run: looks.append(1) or values(run)))
+    made.runs = [Result(number, [f"seed={number}"]) for number in range(1, 101)]
+    assert [made.title(run) for run in made.runs][-1] == "run 100 of 6: seed=100"
+    assert len(looks) == 200
+    made.runs.append(Result(101, ["+vars.x=2"]))
+    assert made.keys() == ["seed", "vars.x"]

@@ -16,6 +16,7 @@ from command import ROOT, attempts, cold_dpframe, dpframe, launcher, write
 from forked import started
 
 from dpframe import checkpoint
+from dpframe.cli.results import read_earlier
 
 OWN = """
 import os
@@ -79,7 +80,8 @@ def content(directory: Path) -> dict[str, Any]:
 
 
 def statuses(directory: Path) -> list[str]:
-    return [run["status"] for run in content(directory)["runs"]]
+    """As a sweep that is gone on with reads them, e.g. after a SIGKILL."""
+    return [run.status for run in read_earlier(directory / "swept").runs]
 
 
 def weights(directory: Path) -> list[dict[str, torch.Tensor]]:

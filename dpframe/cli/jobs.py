@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -93,7 +93,7 @@ def _share(things: Sequence[Any], at: int, count: int) -> list[Any]:
 
 
 def run_apart(
-    jobs: Sequence[Composed],
+    jobs: Iterator[Composed],
     lanes: Sequence[Lane],
     *,
     begun: Callable[[Composed], None],
@@ -105,15 +105,15 @@ def run_apart(
     """
     stop = signals.current() or Interruption()
     local.allow_fork()
-    waiting, free = list(reversed(jobs)), list(reversed(lanes))
+    following, free = next(jobs, None), list(reversed(lanes))
     running: list[_Process] = []
     number = None
     try:
-        while running or (waiting and number is None):
-            while waiting and free and number is None:
-                job = waiting.pop()
-                begun(job)
-                running.append(_Process(job, free.pop()))
+        while running or (following and number is None):
+            while following and free and number is None:
+                begun(following)
+                running.append(_Process(following, free.pop()))
+                following = next(jobs, None)
             wait([part for process in running for part in process.parts], TICK_SECONDS)
             if stop.number is not None and number is None:
                 number = stop.number

@@ -1,7 +1,6 @@
 """A sweep as a picture that every browser shows: the metric over each key that differs."""
 
 import math
-from collections.abc import Sequence
 from html import escape
 
 from dpframe.cli.results import Result, Results, short
@@ -18,39 +17,43 @@ def svg(results: Results) -> str:
     names = short(results.keys())
     if not runs or not names:
         return ""
+    best = results.best
     size = f'width="{WIDTH * len(names)}" height="{HEIGHT}"'
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
     )
     lines = [head, '<rect width="100%" height="100%" fill="white"/>']
     for number, (key, name) in enumerate(names.items()):
-        lines += _panel(results, runs, key, name, left=WIDTH * number)
+        lines += _panel(results, runs, best, key, name, left=WIDTH * number)
     return "\n".join([*lines, "</svg>\n"])
 
 
-def _panel(results: Results, runs: list[Result], key: str, name: str, *, left: int) -> list[str]:
+def _panel(
+    results: Results, runs: list[Result], best: Result | None, key: str, name: str, *, left: int
+) -> list[str]:
     values = [float(run.value or 0) for run in runs]
     texts = [run.values.get(key, "") for run in runs]
     places = _places(texts)
+    across, up = (min(places), max(places)), (min(values), max(values))
     labels = dict(sorted(zip(places, map(_shorten, texts), strict=True)))
-    few = labels if len(labels) <= 6 else {at: labels[at] for at in (min(labels), max(labels))}
+    few = labels if len(labels) <= 6 else {at: labels[at] for at in across}
     bottom, right = HEIGHT - MARGIN, left + WIDTH - MARGIN
 
     def x_of(place: float) -> float:
-        return round(left + MARGIN + _share(place, places) * (WIDTH - 2 * MARGIN), 1)
+        return round(left + MARGIN + _share(place, *across) * (WIDTH - 2 * MARGIN), 1)
 
     def y_of(value: float) -> float:
-        return round(bottom - _share(value, values) * (HEIGHT - 2 * MARGIN), 1)
+        return round(bottom - _share(value, *up) * (HEIGHT - 2 * MARGIN), 1)
 
     lines = [
         f'<path d="M{left + MARGIN},{MARGIN} V{bottom} H{right}" fill="none" stroke="black"/>',
         _text(left + WIDTH / 2, MARGIN / 2 - 5, results.objective.metric),
         _text(left + WIDTH / 2, HEIGHT - 10, _shorten(name)),
         *(_text(x_of(place), bottom + 18, label) for place, label in few.items()),
-        *(_text(left + MARGIN / 2, y_of(v), f"{v:.4g}") for v in {min(values), max(values)}),
+        *(_text(left + MARGIN / 2, y_of(v), f"{v:.4g}") for v in set(up)),
     ]
     for run, place, value in zip(runs, places, values, strict=True):
-        color = "firebrick" if run is results.best else COLORS.get(run.status, "silver")
+        color = "firebrick" if run is best else COLORS.get(run.status, "silver")
         about = f"<title>{escape(f'{results.title(run)}: {value:.6g}')}</title>"
         where = f'cx="{x_of(place)}" cy="{y_of(value)}" r="4"'
         lines.append(f'<circle {where} fill="{color}">{about}</circle>')
@@ -62,13 +65,12 @@ def _places(texts: list[str]) -> list[float]:
     try:
         return [float(text) for text in texts]
     except ValueError:
-        names = list(dict.fromkeys(reversed(texts)))
-        return [float(names.index(text)) for text in texts]
+        places = {name: float(at) for at, name in enumerate(dict.fromkeys(reversed(texts)))}
+        return [places[text] for text in texts]
 
 
-def _share(value: float, values: Sequence[float]) -> float:
-    """Where a value lies among others, from 0 to 1; by its logarithm where they span much."""
-    low, high = min(values), max(values)
+def _share(value: float, low: float, high: float) -> float:
+    """Where a value lies between the others, from 0 to 1; by its logarithm where they span much."""
     if high <= low:
         return 0.5
     if low > 0 and high / low >= LOGARITHMIC:

@@ -1,4 +1,7 @@
-"""What a sweep's runs came to: sweep.json, which a later sweep goes on from, a table and a CSV."""
+"""What a sweep's runs came to: sweep.json, which a later sweep goes on from, a table and a CSV.
+
+While the sweep runs, each change is a line of sweep.jsonl, so that n runs write n times a line.
+"""
 
 import json
 import math
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpframe.callbacks.monitor import PRUNED
-from dpframe.config.compose import Composed
 from dpframe.config.earlier_run import key_of
 from dpframe.config.objective import Objective
 from dpframe.errors import UserError, printable
@@ -17,6 +19,7 @@ from dpframe.loggers.formats import ruled, table_text
 from dpframe.util import files
 
 NAME = "sweep.json"
+JOURNAL = "sweep.jsonl"  # what has changed since that was written: a `Result` a line
 DONE = ("finished", "pruned")
 STATES = ("missing", "running", *DONE, "failed", "interrupted")
 
@@ -83,16 +86,18 @@ class Results:
     sweeper: str
     total: int | None = None  # None: the sweeper alone knows
     runs: list[Result] = field(default_factory=list)
-
-    def of(self, job: Composed) -> Result:
-        return next(run for run in self.runs if run.number - 1 == job.number)
+    has_begun: bool = False
+    _known: dict[str, None] = field(default_factory=dict)  # the keys of so many runs:
+    _seen: int = 0
 
     # ---- what differs
 
     def keys(self) -> list[str]:
         """What the runs differ by."""
-        keys = dict.fromkeys(key for run in self.runs for key in run.values)
-        return [key for key in keys if key not in self.fixed]
+        for run in self.runs[self._seen :]:
+            self._known |= dict.fromkeys(run.values)
+        self._seen = len(self.runs)
+        return [key for key in self._known if key not in self.fixed]
 
     def title(self, result: Result) -> str:
         """`run 3 of 6: lr=0.01 seed=1`"""
@@ -183,7 +188,7 @@ class Results:
         return f"{self.title(result)}: {result.status}{value}{reason}, {seconds}"
 
     def save(self) -> None:
-        """After each run, so that a sweep that is killed can be gone on with."""
+        """At the beginning and the end of a sweep."""
         best = self.best
         content = {
             "overrides": self.typed,
@@ -195,6 +200,15 @@ class Results:
             "runs": [asdict(run) for run in self.runs],
         }
         files.write_text(self.directory / NAME, json.dumps(content, indent=1) + "\n")
+        (self.directory / JOURNAL).unlink(missing_ok=True)
+
+    def note(self, result: Result) -> None:
+        """When a run begins and ends, so that a sweep that is killed can be gone on with."""
+        if not self.has_begun:
+            self.save()
+        self.has_begun = True
+        with open(self.directory / JOURNAL, "a", encoding="utf-8") as journal:
+            journal.write(json.dumps(asdict(result)) + "\n")
 
     def save_table(self) -> None:
         keys = self.keys()
@@ -209,7 +223,7 @@ class Results:
 
 @dataclass
 class Earlier:
-    """An earlier sweep's sweep.json. A stranger may have written it."""
+    """An earlier sweep's sweep.json and sweep.jsonl. A stranger may have written them."""
 
     overrides: list[str]
     sweeper: str
@@ -224,7 +238,8 @@ def read_earlier(directory: Path) -> Earlier:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        runs = [Result(**run) for run in content["runs"]]
+        known = {run["number"]: run for run in [*content["runs"], *_noted(directory)]}
+        runs = [Result(**run) for run in known.values()]
         overrides, sweeper = content["overrides"], content["sweeper"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}; use another sweep's directory") from None
@@ -238,6 +253,13 @@ def read_earlier(directory: Path) -> Earlier:
     if not is_sound:
         raise UserError(f"{path} is not as a sweep writes it; use another sweep's directory")
     return Earlier(overrides, sweeper, runs)
+
+
+def _noted(directory: Path) -> list[Any]:
+    """The lines of the journal; one that a killed sweep has not ended is none."""
+    path = directory / JOURNAL
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def short(keys: Iterable[str]) -> dict[str, str]:

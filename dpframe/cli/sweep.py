@@ -22,11 +22,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, read_earlier
-from dpframe.cli.runner import RunFailed, Runner, compose_point, run_point
+from dpframe.cli.runner import RunFailed, Runner, run_point
 from dpframe.config.compose import Composed
 from dpframe.config.earlier_run import key_of, must_be_typed, refuse_calls, value_of
 from dpframe.config.loader import ConfigLoader, quoted, with_path_quoted
 from dpframe.config.objective import Objective
+from dpframe.config.points import Points, compose_point
 from dpframe.config.schema import SweepSettings
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
@@ -76,7 +77,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
             sweeper=str(config.hydra.runtime.choices["hydra/sweeper"]),
         )
         shared = _of_each_run(results)
-        runner = Runner(results, configs, config_dir, shared, settings.jobs, is_listed)
+        runner = Runner(results, Points(configs), config_dir, shared, settings.jobs, is_listed)
         if before is not None and is_listed:
             runner.known = {tuple(result.overrides): result for result in before.runs}
         elif before is not None:  # a search, which draws others
@@ -220,11 +221,11 @@ def _by_sweeper(config: DictConfig, runner: Runner) -> None:
     words = [word for word in results.typed if head_of(word) != "hydra"]
     context: Any = partial(HydraContext, callbacks=Callback())  # type: ignore[arg-type]
     plugins = Plugins.instance()
-    with runner.configs.explained(words), read_write(hydra), open_dict(hydra):
+    with runner.points.configs.explained(words), read_write(hydra), open_dict(hydra):
         hydra.overrides.hydra, hydra.overrides.task = runner.shared, words
         hydra.sweep.dir = str(results.directory.absolute())
         if runner.is_listed:
-            hydra.sweeper.max_batch_size = None  # all points are checked before the first one runs
+            hydra.sweeper.max_batch_size = None  # points are checked before the first one runs
         if not _is(hydra.launcher, LAUNCHER):
             runner.other = plugins.instantiate_launcher(
                 hydra_context=context(ConfigLoader(runner.config_dir)),
@@ -235,7 +236,7 @@ def _by_sweeper(config: DictConfig, runner: Runner) -> None:
             _set_up_optuna(hydra.sweeper, runner)
         hydra.launcher = OURS
         sweeper = plugins.instantiate_sweeper(
-            hydra_context=context(_Unchecked(runner.configs)),
+            hydra_context=context(_Unchecked(runner.points.configs)),
             task_function=runner.run_batch,
             config=config,
         )

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,7 @@ class Composed:
     config: dict[str, Any]
     public: dict[str, Any]  # the same, with `${oc.env:…}` for what comes from the environment
     settings: RunSettings
-    text: str
-    hydra_text: str
+    hydra: dict[str, Any]  # Hydra's own keys, of which a `${…}` is not filled in
     overrides: list[str]
     typed: list[str]  # of these; the others are those of the run that is resumed or evaluated
     run_dir: str
@@ -60,10 +61,15 @@ class Composed:
     def objective(self) -> Objective:
         return objective_of(self.config)
 
+    @cached_property
+    def text(self) -> str:
+        return yaml.safe_dump(self.public, sort_keys=False, allow_unicode=True)
+
     @property
     def notes(self) -> dict[str, str]:
         """The files of `.hydra/`."""
-        texts = {"config.yaml": self.text, "hydra.yaml": self.hydra_text}
+        hydra = OmegaConf.to_yaml(OmegaConf.create({"hydra": self.hydra}))
+        texts = {"config.yaml": self.text, "hydra.yaml": hydra}
         return texts | {"overrides.yaml": as_notes(self.overrides)}
 
 
@@ -116,16 +122,15 @@ def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
 
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
-    hydra = config.hydra
     try:
-        plain, public = resolve(config)
+        plain, public, hydra = resolve(config)
         _refuse_objects(plain)
         settings = read_settings(plain)
-        run_dir = str(files.local_path("hydra.run.dir", str(hydra.run.dir)))
-        hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
+        given = str(config.hydra.run.dir)
+        run_dir = str(files.local_path("hydra.run.dir", given))
     except OmegaConfBaseException as error:
         raise explain(error, config=_plain(config)) from None
-    if not str(hydra.run.dir).strip():
+    if not given.strip():
         raise UserError("hydra.run.dir is empty; name a directory")
     objective_of(plain)  # refuses a metric without a direction
     folder = _own_folder(hydra)
@@ -133,12 +138,11 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         config=plain,
         public=public,
         settings=settings,
-        text=yaml.safe_dump(public, sort_keys=False, allow_unicode=True),
-        hydra_text=hydra_text,
-        overrides=overrides_of(config),
+        hydra=hydra,
+        overrides=list(hydra["overrides"]["task"]),
         typed=list(typed),
         run_dir=run_dir,
-        is_run_dir_given=any(o.startswith("hydra.run.dir=") for o in hydra.overrides.hydra),
+        is_run_dir_given=any(o.startswith("hydra.run.dir=") for o in hydra["overrides"]["hydra"]),
         start=start_file(settings, Path(run_dir).parent),
         config_dir=folder,
     )
@@ -162,25 +166,23 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
-def resolve(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run's config, and as it is written down: what is in the environment may be a secret."""
+def resolve(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The run's config, and as it is written down: what is in the environment may be a secret. And
+    Hydra's own keys."""
     filled, unfilled = _fill_references(config), _plain(config)
-    del unfilled["hydra"]
+    is_of_environment = "oc." in str(unfilled)
+    hydra = unfilled.pop("hydra")
+    if not is_of_environment:
+        return filled, deepcopy(filled), hydra
     try:
         register_resolver("oc.env", _as_written, replace=True)
         if "oc.env" in str(unfilled):
             config = OmegaConf.create(unfilled)  # without types: text stands there for a number
-        return filled, _fill_references(config)
+        return filled, _fill_references(config), hydra
     except OmegaConfBaseException:  # e.g. it is a part of another name
-        return filled, unfilled
+        return filled, unfilled, hydra
     finally:
         register_resolver("oc.env", oc.env, replace=True)
-
-
-def overrides_of(config: DictConfig) -> list[str]:
-    """The overrides as typed: `${…}` is not filled in."""
-    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
-    return list(overrides["task"])
 
 
 def _fill_references(config: DictConfig) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def _fill_references(config: DictConfig) -> dict[str, Any]:
 
 
 def _plain(node: Any, *, fill: bool = False) -> Any:
-    return OmegaConf.to_container(node, resolve=fill, throw_on_missing=fill)
+    return OmegaConf.to_container(node, resolve=fill, throw_on_missing=fill, enum_to_str=True)
 
 
 def _as_written(*arguments: Any) -> str:
@@ -209,8 +211,8 @@ def _refuse_objects(node: Any, where: str = "") -> None:
         raise UserError(f"{where} is a {type(node).__name__}; use text, in quotes")
 
 
-def _own_folder(hydra: DictConfig) -> Path | None:
+def _own_folder(hydra: dict[str, Any]) -> Path | None:
     """`--config-dir`."""
-    runtime: Any = OmegaConf.to_container(hydra.runtime)  # a path with ${ is no reference
-    own = [s["path"] for s in runtime["config_sources"] if s["provider"] == "--config-dir"]
+    sources = hydra["runtime"]["config_sources"]  # a path with ${ is no reference
+    own = [each["path"] for each in sources if each["provider"] == "--config-dir"]
     return Path(own[0]) if own else None
