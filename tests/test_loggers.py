@@ -265,6 +265,18 @@ def test_the_table_grows_a_column_for_each_new_name(tmp_path):
     assert os.listdir(tmp_path) == ["metrics.csv"]
 
 
+def test_a_new_name_takes_no_row_apart(tmp_path, monkeypatch):
+    logger = opened(tmp_path, CSV())
+    monkeypatch.setattr("dpframe.loggers.csv._read", None)
+    for step in range(40):
+        logger.log({f"val/{step}": 0.5, "a,b": 1}, step=step)
+        logger.flush()
+    logger.close({}, succeeded=True)
+    rows = table(tmp_path)
+    assert [row[f"val/{step}"] for step, row in enumerate(rows)] == ["0.5"] * 40
+    assert all(len(row) == 42 and row["a,b"] == "1" for row in rows)
+
+
 def test_a_resumed_table_drops_the_rows_that_are_written_anew(tmp_path):
     logger = opened(tmp_path, CSV())
     for step in range(4):

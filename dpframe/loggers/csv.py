@@ -33,6 +33,7 @@ class CSV(Logger):
         self._path = Path(run_dir) / "metrics.csv"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns = ["step"]
+        self._head = 0  # bytes of the header
         self._rows: list[dict[str, Any]] = []
         self._written: tuple[dict[str, Any], int] = ({}, 0)  # the last row, and where it begins
         self._last_step = purge_step or 0
@@ -102,16 +103,20 @@ class CSV(Logger):
             return  # it is no such table; the first flush replaces it
         self._columns = header
         whole = [row for row in rows if _is_whole(row, len(header))]
-        self._replace([row for row in whole if purge_step is None or int(row[0]) < purge_step])
+        kept = [row for row in whole if purge_step is None or int(row[0]) < purge_step]
+        self._replace(table_text(kept).encode())
 
     def _widen(self, added: list[str]) -> None:
-        rows = _read(self._path)[1] if len(self._columns) > 1 else []
+        rows = self._path.read_bytes()[self._head :] if self._head else b""
         self._columns = self._columns + added
-        self._replace([row + [""] * len(added) for row in rows])
+        self._replace(rows.replace(b"\n", b"," * len(added) + b"\n"))  # numbers have no newline
 
-    def _replace(self, rows: list[list[str]]) -> None:
+    def _replace(self, rows: bytes) -> None:
         """Leaves the new table or the old one, whenever the process dies."""
-        files.write_text(self._path, table_text([self._columns, *rows]))
+        head = table_text([self._columns]).encode()
+        with files.atomic_write(self._path) as part:
+            part.write_bytes(head + rows)
+        self._head = len(head)
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
