@@ -16,7 +16,12 @@ from dpframe.exact import Exact
 Number = float | Exact
 Sums = dict[str, tuple[Any, Any]]
 """By name: the weighted values' sum, and the weights', each a Number."""
+Kept = tuple[dict[str, Any], Any]
+"""An output, and its weight."""
+Columns = dict[str, tuple[list[float], list[float]]]
+"""By name: values and their weights, in order."""
 FAR = 1e9
+MOST_KEPT = 20_000  # numbers of outputs, until they are read and added up: some MB
 MOST_BITS = 1024  # whole numbers of more are no float
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
 SOMETIMES_WEIGHTED = (
@@ -55,7 +60,7 @@ class Means:
         self._names: list[str] = []
         self._outputs = 0  # since the last reset
         self._times: Counter[str] = Counter()  # how many of them have the name
-        self._kept: list[tuple[dict[str, Any], Any]] = []
+        self._kept: list[Kept] = []
         self._window: Sums = {}
         self._totals: Sums = {}
         self._reduced: Sums | None = None  # the totals over all processes, until more is added
@@ -67,6 +72,8 @@ class Means:
         self._reduced = None
         for rows, output in measured:
             self._kept.append((output, output.get("weight", rows)))
+            if len(self._kept) * len(output) > MOST_KEPT:
+                self._collect()
 
     def reset(self) -> None:
         self._kept.clear()
@@ -120,18 +127,22 @@ class Means:
     def _collect(self) -> None:
         if not self._kept:
             return
-        columns = _columns(self._kept)
+        columns = _alike(self._kept)
         self._outputs += len(self._kept)
-        for output, _ in self._kept:
-            names = output.keys()
-            self._times.update(names - output.weights if isinstance(output, Weighed) else names)
+        if columns is not None:
+            self._times.update(dict.fromkeys(self._kept[0][0], len(self._kept)))
+        else:
+            columns = _columns(self._kept)
+            for output, _ in self._kept:
+                names = output.keys()
+                self._times.update(names - output.weights if isinstance(output, Weighed) else names)
         self._kept.clear()
-        for name, column in columns.items():
+        for name, (values, weights) in columns.items():
             for sums in (self._window, self._totals):
                 # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
                 # result would depend on where a column ends.
                 total, whole = sums.get(name, (self._zero, self._zero))
-                for value, weight in column:
+                for value, weight in zip(values, weights, strict=True):
                     total += value * weight
                     whole += weight
                 sums[name] = total, whole
@@ -192,9 +203,38 @@ def pooled(several: Iterable[Means]) -> dict[str, float]:
     return _divided(_joined([means._reduced or {} for means in several], True, 0.0))
 
 
-def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[float, float]]]:
-    """By name, (value, weight) in order. Of weight 0 there is the name alone: a mean over nothing
-    may be NaN."""
+def _alike(kept: list[Kept]) -> Columns | None:
+    """Those of outputs that have the same names, each with tensors of one type: these are stacked
+    by their places, and not looked at one by one. None: they differ."""
+    names, table = list(kept[0][0]), [list(output.values()) for output, _ in kept]
+    columns: dict[str, list[float]] = {}
+    try:
+        types = [value.dtype for value in table[0]]
+        is_same = all(list(out) == names and not isinstance(out, Weighed) for out, _ in kept)
+        if not is_same or any([value.dtype for value in row] != types for row in table):
+            return None
+        for kind in dict.fromkeys(types):
+            places = [place for place, other in enumerate(types) if other is kind]
+            together = torch.stack([row[place] for row in table for place in places]).detach()
+            if kind.is_complex or together.numel() != len(places) * len(table):
+                return None
+            together = together.cpu().double().reshape(len(table), -1)  # waits for the GPU
+            numbers = together.T.tolist()
+            columns |= {names[place]: column for place, column in zip(places, numbers, strict=True)}
+    except (AttributeError, TypeError, RuntimeError):  # numbers, or on several devices
+        return None
+    if not all(isinstance(name, str) for name in names):
+        return None
+    weights = columns.pop("weight", None) or [float(rows) for _, rows in kept]
+    counted = [place for place, weight in enumerate(weights) if weight]
+    own = [weights[place] for place in counted]
+    if len(own) == len(weights):
+        return {name: (column, own) for name, column in columns.items()}
+    return {n: ([column[place] for place in counted], own) for n, column in columns.items()}
+
+
+def _columns(kept: list[Kept]) -> Columns:
+    """Of weight 0 there is the name alone: a mean over nothing may be NaN."""
     weighted = {name for output, _ in kept if "weight" in output for name in output}
     if weighted and any("weight" not in out and not weighted.isdisjoint(out) for out, _ in kept):
         raise UserError(SOMETIMES_WEIGHTED)
@@ -207,7 +247,7 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
         [*(weight for _, weight in counted), *own], ["weight"] * (len(counted) + len(own))
     )
     weights, own_weights = read[: len(counted)], iter(read[len(counted) :])
-    columns: dict[str, list[tuple[float, float]]] = {n: [] for output, _ in kept for n in output}
+    columns: Columns = {name: ([], []) for output, _ in kept for name in output}
     for name in columns:
         if not isinstance(name, str):
             raise UserError(f"a step returned {name!r} as a metric's name; use text, e.g. 'mae'")
@@ -217,7 +257,8 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
         for name in output:
             value = next(numbers)
             if weight:
-                columns[name].append((value, its_own.get(name, weight)))
+                columns[name][0].append(value)
+                columns[name][1].append(its_own.get(name, weight))
     columns.pop("weight", None)
     return columns
 

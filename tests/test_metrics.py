@@ -192,3 +192,45 @@ def test_what_has_no_mean_is_refused(several, line):
     one.add([(2, {"loss": 1.0, **more}) for more in several])
     with pytest.raises(UserError, match=f"^{line}"):
         one.total()
+
+
+KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_outputs_of_the_same_names_are_read_together_to_the_same_bits(
+    monkeypatch, is_weighted, is_exact
+):
+    generator = torch.Generator().manual_seed(0)
+    outputs = []
+    for step in range(20):
+        draws = torch.rand(8, generator=generator) * 3
+        output = {f"n{at}": draws[at].to(KINDS[at % 5]) for at in range(7)}
+        more = {"weight": (draws[7] * 2).long()} if is_weighted else {}  # 0 at times
+        outputs.append((step % 3, {**output, **more}))
+
+    def read() -> tuple[Any, ...]:
+        made = Means(None, lambda names: names, is_exact=is_exact)
+        made.add(outputs[:15])
+        window = made.window()
+        made.add(outputs[15:])
+        return window, made.state_dict(), made.total(), made._times, made._outputs
+
+    monkeypatch.setattr(metrics, "is_number", lambda value: pytest.fail("was looked at"))
+    together = read()
+    monkeypatch.undo()
+    monkeypatch.setattr(metrics, "_alike", lambda kept: None)
+    assert together == read() and len(together[0]) == 7
+
+
+def test_so_many_numbers_are_kept_however_long_a_window_is(monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_KEPT", 10)
+    at_once, by_parts = means(), means()
+    for step in range(100):
+        by_parts.add([(2, {"loss": torch.tensor(step / 7), "mae": torch.tensor(0.1)})])
+        assert len(by_parts._kept) <= 5
+    monkeypatch.undo()
+    for step in range(100):
+        at_once.add([(2, {"loss": torch.tensor(step / 7), "mae": torch.tensor(0.1)})])
+    assert len(at_once._kept) == 100 and by_parts.window() == at_once.window()
