@@ -194,6 +194,21 @@ def test_a_long_test_or_prediction_has_a_line_every_few_seconds(monkeypatch, cap
     assert messages(caplog) == [f"{word} batch {done}/20" for done in (5, 10, 15, 20)]
 
 
+def test_a_slow_terminal_takes_a_twenty_fifth_of_the_time(monkeypatch, terminal):
+    clock = Clock(monkeypatch)
+    draw, drawn = Progress._draw, []
+
+    def slow(*parts: Any) -> None:
+        draw(*parts)
+        clock.now += 0.1
+        drawn.append(clock.now)
+
+    monkeypatch.setattr(Progress, "_draw", slow)
+    terminal.fitted(callbacks=[Hooks(on_step_end=clock.ticks(0.5))], **LONG)
+    pauses = [later - earlier - 0.1 for earlier, later in pairwise(drawn[:-1])]
+    assert len(pauses) > 10 and all(2.5 <= pause < 3.1 for pause in pauses)
+
+
 def test_the_bar_shows_how_far_a_validation_is(terminal, monkeypatch):
     ticks = Hooks(on_validation_batch_end=Clock(monkeypatch).ticks(1.0))
     terminal.fitted(callbacks=[ticks], **LONG)

@@ -1,8 +1,8 @@
 """What a run shows: a banner, a bar with a table of epochs or lines of epochs, and its numbers.
 
-A bar is redrawn at most ten times a second. Elsewhere each epoch has a line, and a long one has a
-line every few seconds. Of epochs that are shorter than a second there is one every few seconds,
-with the first, the best and the last.
+A bar is redrawn at most ten times a second, and takes at most a twenty-fifth of the time. Elsewhere
+each epoch has a line, and a long one has a line every few seconds. Of epochs that are shorter than
+a second there is one every few seconds, with the first, the best and the last.
 """
 
 import logging
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dpframe")
 REDRAW_SECONDS = 0.1
+PAUSE = 25  # times what the bar took to draw, until it is drawn again
 SHORT_EPOCH_SECONDS = 1.0
 LINE_SECONDS = 5.0  # without one; in a run of hours, more: a twentieth of its time
 MOST_LINE_SECONDS = 60.0
@@ -157,8 +158,9 @@ class Progress(Callback):
             self._put_off_line(now)
             self._print("  ".join(filter(None, self._line(trainer, within))))
         if now >= self.next_draw:
-            self.next_draw = now + REDRAW_SECONDS
             self._draw(trainer, within)
+            drawn = time.perf_counter()
+            self.next_draw = drawn + max(REDRAW_SECONDS, PAUSE * (drawn - now))
 
     def _line(self, trainer: "Trainer", within: str) -> list[str]:
         if trainer.mode != "fit":
