@@ -57,6 +57,19 @@ def test_every_checksum_is_the_one_that_tensorboard_computes(tmp_path):
         assert tensorboard.checksum(data) == masked_crc32c(data).to_bytes(4, "little")
 
 
+@pytest.mark.parametrize("length", [0, 1, 1023, 40_000])
+def test_the_checksum_of_a_long_record_is_the_same_by_parts(monkeypatch, length):
+    data = bytes(at * at % 251 for at in range(tensorboard.LONG + length))
+    by_parts = tensorboard.checksum(data)
+    monkeypatch.setattr(tensorboard, "LONG", math.inf)
+    assert by_parts == tensorboard.checksum(data)
+
+
+def test_a_long_record_is_not_gone_through_byte_by_byte(monkeypatch):
+    monkeypatch.setattr(tensorboard, "_crc", None)
+    assert len(tensorboard.checksum(bytes(tensorboard.LONG))) == 4
+
+
 def test_non_finite_and_out_of_range_scalars_are_written(tmp_path):
     logger = opened(tmp_path)
     values = [math.nan, math.inf, -math.inf, 1e300, 5e-324, 0.1]

@@ -118,6 +118,13 @@ def test_a_precision_recall_curve_counts_the_scores_that_reach_each_threshold():
     assert not nothing.any()
 
 
+def test_a_png_of_a_gradient_has_a_byte_for_fifty_of_its_pixels_which_stay():
+    down, across = np.mgrid[:500, :500] // 2
+    pixels = np.stack([down, across, (down + across) // 2], axis=-1).astype(np.uint8)
+    before = pixels.copy()
+    assert len(png(pixels)) < pixels.size / 50 and np.array_equal(pixels, before)
+
+
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_a_png_has_the_pixels(channels):
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, channels), np.uint8)
