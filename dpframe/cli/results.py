@@ -87,8 +87,8 @@ class Results:
     total: int | None = None  # None: the sweeper alone knows
     runs: list[Result] = field(default_factory=list)
     has_begun: bool = False
-    _known: dict[str, None] = field(default_factory=dict)  # the keys of so many runs:
-    _seen: int = 0
+    _known: dict[str, None] = field(default_factory=dict)  # what the first runs set
+    _seen: int = 0  # so many runs
 
     # ---- what differs
 

@@ -68,7 +68,7 @@ class Runner:
         return replace(before, number=number)
 
     def _check_first(self, new: Sequence[Result]) -> None:
-        """Points that bring a value, as far as `AHEAD` goes, then the next ones."""
+        """Composes and checks `AHEAD` points, or all that there are; for another launcher, all."""
         order = _new_values_first(new)
         ahead = AHEAD if self.other is None else len(new)
         for result in order[:ahead]:
@@ -170,9 +170,9 @@ class Runner:
 
     def _run_by(self, other: Launcher, jobs: Sequence[Composed]) -> None:
         """In the directories that the runs would have here; told when all have ended."""
-        points = []
         if not jobs:
             return
+        points = []
         for job in jobs:
             self._note_begin(job)
             name = quoted(self._result_of(job).directory)
