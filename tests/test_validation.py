@@ -182,6 +182,23 @@ def test_names_that_would_be_no_names_of_metrics_and_sets_without_rows_are_refus
 # Before training
 
 
+class Forgets(Told):
+    """Its steps leave a layer in training mode."""
+
+    def validation_step(self, batch: list[Tensor], name: str = "") -> dict[str, Any]:
+        trained = [each for each, module in self.named_modules() if module.training]
+        self.net[2].train()
+        return {**super().validation_step(batch, name), "trained": float(len(trained))}
+
+
+def test_each_set_begins_in_evaluation_mode_whatever_a_step_has_left():
+    made = fitted(Forgets(), data=Sets(), max_epochs=1)
+    # Of 7 clean rows in two batches the last 3 meet it, and the 3 noisy rows are one batch.
+    assert made.metrics["val/clean/trained"] == pytest.approx(3 / 7)
+    assert made.metrics["val/noisy/trained"] == 0
+    assert all(module.training for module in made.task.modules())
+
+
 class Draws(Told):
     """Its validation draws from all three generators."""
 

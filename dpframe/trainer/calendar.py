@@ -96,14 +96,14 @@ class StopPoll:
         self.collectives = strategy.collectives
         self._interruption = interruption
         self.done = 0  # at the last poll
-        self._every = 1  # how many steps, or batches, are between two polls
+        self.every = 1  # how many steps, or batches, are between two polls
 
     def begin(self, done: int) -> int:
         self.done, self._polled_at = done, time.perf_counter()
         self._began = self._polled_at
         if self._interruption is not None:
             self._interruption.begin()
-        return done + self._every  # as last agreed: a short validation needs no poll
+        return done + self.every  # as last agreed: a short validation needs no poll
 
     def poll(self, done: int, wish: str | None = None) -> tuple[int, float, str | None]:
         """After `done` steps or batches: when to poll again, the main process's seconds, and the
@@ -111,7 +111,7 @@ class StopPoll:
 
         A signal is raised in every process, whichever of them it was sent to.
         """
-        now, wanted = time.perf_counter(), float(self._every)
+        now, wanted = time.perf_counter(), float(self.every)
         if done > self.done:
             pace = (done - self.done) / (now - self._polled_at)
             wanted = min(pace * BETWEEN_SECONDS, LONGEST)
@@ -125,8 +125,8 @@ class StopPoll:
         most = max(counts)
         if most:
             raise Interrupted(SIGNALS[counts.index(most)])
-        self._every = max(1, int(steps / self.collectives.world_size))
+        self.every = max(1, int(steps / self.collectives.world_size))
         if 0 < wishes < self.collectives.world_size:
             gathered = self.collectives.gather(wish)
             wish = self.collectives.broadcast(next(filter(None, gathered), ""))
-        return done + self._every, clock, wish
+        return done + self.every, clock, wish

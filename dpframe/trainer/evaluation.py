@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpframe import seeding
 from dpframe.data import Batch, DataModule, Loader, placed
@@ -63,7 +64,7 @@ class Evaluation:
     """One of the task's steps over a `val`, `test` or `predict` data set."""
 
     def __init__(
-        self, placed: Placed, kind: str, name: str, loader: Loader, limit_batches: int | None
+        self, placed: Placed, kind: str, name: str, loader: Loader, settings: TrainerSettings
     ) -> None:
         self.task, self.strategy, precision = placed.task, placed.strategy, placed.precision
         self.kind = kind
@@ -73,7 +74,8 @@ class Evaluation:
         self.read, self.to_device = prefetched(
             loader, self.strategy.to_device, self.strategy.local_devices
         )
-        self.limit_batches = limit_batches
+        self.batches = loader.batches
+        self.limit_batches = settings.limit(kind, self.batches)
         self.task_metrics = placed.task_metrics
         step = EvalStep(self.task, STEPS[kind], precision.autocast, name)
         self.step = self.strategy.wrap(step, training=False)
@@ -83,17 +85,20 @@ class Evaluation:
         self.sums = means_over(self.strategy)
         self.stop_poll = StopPoll(self.strategy, placed.interruption)
 
-    @torch.no_grad()
     def means(
-        self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
+        self,
+        *others: Means,
+        after_batch: AfterBatch | None = None,
+        at_most: int | None = None,
+        modules: list[nn.Module] | None = None,
     ) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`, and
         the task's metrics; `others` share the all-reduce. With `at_most` only so many batches are
-        read, for the names of what they measure."""
+        read, for the names of what they measure. `modules` are the task's, if they are known."""
         with self.task_metrics.apart(is_part=self.name != ""):
             self.sums.reset()
             seen = 0
-            for rows, measured in self._batches(after_batch, at_most):
+            for rows, measured in self._batches(after_batch, at_most, modules):
                 self.sums.add(measured if at_most is None else map(unweighted, measured))
                 seen += rows
             total = self.sums.total(*others)
@@ -130,17 +135,17 @@ class Evaluation:
         return Predictions(batches, self.name, rows=self.rows)
 
     def _batches(
-        self, after_batch: AfterBatch | None = None, at_most: int | None = None
+        self,
+        after_batch: AfterBatch | None = None,
+        at_most: int | None = None,
+        modules: list[nn.Module] | None = None,
     ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         to_device = self.to_device
-        self.step.eval()
+        if modules is None or any(map(attrgetter("training"), modules)):
+            self.step.eval()
         look_at = 0 if at_most else self.stop_poll.begin(0)
-        batches = self.loader.batches
-        may_look = batches is None or batches >= look_at
-        random_state = seeding.random_state() if may_look else {}
-        limits = [limit for limit in (self.limit_batches, at_most) if limit is not None]
-        limit = min(limits, default=None)
-        self.task.run_context.batches = min(filter(None, (batches, limit)), default=None)
+        limit = min(filter(None, (self.limit_batches, at_most)), default=None)
+        self.task.run_context.batches = min(filter(None, (self.batches, limit)), default=None)
         for done, batch in enumerate(self.read(limit=limit), 1):
             beat()
             self.task.run_context.batch_index = done - 1
@@ -151,14 +156,12 @@ class Evaluation:
                 seen = placed(batch, shares)._replace(name=self.name)
                 after_batch(seen, [output for _, output in outputs])
             if done >= look_at and at_most is None:
-                look_at = self._look(done, random_state)
+                look_at = self.stop_poll.poll(done)[0]
 
-    def _look(self, done: int, random_state: dict[str, Any]) -> int:
-        try:
-            return self.stop_poll.poll(done)[0]
-        except Interrupted:  # a resumed run draws all of it again
-            seeding.restore_random_state(random_state)
-            raise
+    @property
+    def may_poll(self) -> bool:
+        """Within the next pass."""
+        return self.batches is None or self.batches >= self.stop_poll.every
 
 
 class Evaluations:
@@ -176,7 +179,7 @@ class Evaluations:
         self._placed = placed
         self.kind = kind
         self.by_name = {
-            name: Evaluation(placed, kind, name, loader, settings.limit(kind, loader.batches))
+            name: Evaluation(placed, kind, name, loader, settings)
             for name, loader in loaders.items()
         }
         self._is_profiled = settings.profile
@@ -188,24 +191,29 @@ class Evaluations:
         """The means of each data set, and if there are several, also over the rows of all."""
         # Not kept: a cycle would keep the workers until Python looks for cycles.
         measure = timed("validation", self._means, is_profiled=self._is_profiled)
-        return measure(*others, after_batch=after_batch)
+        may_poll = any(evaluation.may_poll for evaluation in self.by_name.values())
+        random_state = seeding.random_state() if may_poll else {}
+        try:
+            self._placed.task.adapter.begin_pass(self.kind)
+            return measure(*others, after_batch=after_batch)
+        except Interrupted:  # a resumed run draws all of it again
+            seeding.restore_random_state(random_state)
+            raise
 
+    @torch.no_grad()
     def _means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
         task, task_metrics = self._placed.task, self._placed.task_metrics
-        task.adapter.begin_pass(self.kind)
+        measure = partial(Evaluation.means, after_batch=after_batch, at_most=at_most)
         if set(self.by_name) == {""}:
-            return self.by_name[""].means(*others, after_batch=after_batch, at_most=at_most)
-        random_state = seeding.random_state()
+            return measure(self.by_name[""], *others)
         means: dict[str, float] = {}
+        # Listed once: for each of many small sets that would take a third of its time.
+        modules = [*task.modules()]
         with task_metrics.apart():
-            try:
-                for evaluation in self.by_name.values():
-                    means |= evaluation.means(*others, after_batch=after_batch, at_most=at_most)
-            except Interrupted:  # a resumed run draws all of it again
-                seeding.restore_random_state(random_state)
-                raise
+            for evaluation in self.by_name.values():
+                means |= measure(evaluation, *others, modules=modules)
             total = pooled([evaluation.sums for evaluation in self.by_name.values()])
             over_all = task.summarize(total)
             means |= {f"{self.kind}/{name}": value for name, value in over_all.items()}
@@ -218,6 +226,7 @@ class Evaluations:
         random_state = seeding.random_state(devices)
         with put_back(self._placed.task):
             try:
+                self._placed.task.adapter.begin_pass(self.kind)
                 names = self._means(at_most=batches)
             except RuntimeError as error:
                 refuse_backward(error, self._placed.task)
@@ -235,7 +244,8 @@ def restore_modes(task: Task) -> Iterator[None]:
         yield
     finally:
         for module, is_training in modes:
-            module.training = is_training
+            if module.training is not is_training:
+                module.training = is_training
 
 
 def unweighted(measured: Measured) -> Measured:

@@ -112,6 +112,9 @@ class TaskMetrics:
 
         A pass that `is_part` of the outer one, e.g. one of several data sets, counts there, too.
         """
+        if not self._metrics:
+            yield
+            return
         before = self._remembered()
         earlier, restored, shares = self._earlier, self._restored, self._shares
         if shares is not None:
@@ -153,6 +156,8 @@ class TaskMetrics:
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
+        if not self._metrics and self._end_pass is None:
+            return {}
         computed, results = self._results() if self._metrics else ([], [])
         named, more = self._named(kind, results, means) if results else {}, {}
         if self._adapter.ends_passes and "/" not in kind:  # that is one of several data sets
