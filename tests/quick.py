@@ -35,6 +35,9 @@ FILES = {
 }
 TESTS = {
     "test_so_many_configs_are_kept_however_many_forms_the_points_have",
+    "test_a_stretch_of_an_order_does_not_depend_on_where_it_begins",
+    "test_an_epoch_begins_without_the_numbers_of_all_its_rows",
+    "test_an_epoch_goes_on_where_it_was_left",
     "test_scores_that_attention_computes_again_in_its_backward_do_not_count",
     "test_a_set_with_fewer_rows_than_replicas_is_told",
     "test_what_a_step_can_not_have_together_is_refused_in_one_line",

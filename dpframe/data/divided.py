@@ -2,9 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from dpframe import seeding
 from dpframe.data.copies import LARGE_BYTES, Copies
 from dpframe.data.generators import Generators
 from dpframe.data.module import leaves
-from dpframe.data.order import permutation
+from dpframe.data.order import Order
 from dpframe.data.reading import set_epoch
+from dpframe.data.shuffle import COMPUTED
 
 LOOKED_AT = 2  # rows from the first one on; of a data set with a length also a middle and the last
 CLOSE = 1e-3  # of floats, which other machines may compute a little otherwise
@@ -152,9 +153,8 @@ class OwnRows(IterableDataset):
         set_epoch(self.rows, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        order: Sequence[int] = range(len(self.rows))
-        if self.shuffle:
-            order = permutation(len(self.rows), seed=self.seed, epoch=self.epoch).tolist()
+        some = Order(len(self.rows), COMPUTED, self.shuffle, self.seed).epoch(self.epoch)
+        order = chain.from_iterable(map(Tensor.tolist, some))
         generators = Generators(self.rows)
         if not generators.are_own:  # the process's are seeded by the batch
             return (self.rows[row] for row in order)

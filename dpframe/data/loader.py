@@ -28,6 +28,7 @@ Tally = Callable[[list[float]], list[float]]
 Plan = Iterator[tuple[int, list[tuple[Tensor, int]], list[Sequence[int]], int]]
 """Of each batch its number in the epoch, the row numbers of each local share and how many they are,
 their places in the batch, and all its rows."""
+COPIED = 1024  # batches at a time
 KEPT = 4  # places in a stream: a batch is on its way to the GPU while others are used
 
 
@@ -144,11 +145,12 @@ class Loader:
         """The batches [skip, limit) of an epoch of training, which the data set is told; None: of
         an evaluation. Only a stream reads the rows that it skips."""
         number = epoch or 0
+        if self._read is not None:
+            return self._batches(number, skip, limit, self._read)
         worker_seed = seeding.mix(self.seed, number, self.rank)
         if self._reader is not None:
             return self._streamed(self._reader, number, skip, limit, worker_seed)
-        read = self._read or self._reading(epoch, skip, limit, worker_seed)
-        return self._batches(number, skip, limit, read)
+        return self._batches(number, skip, limit, self._reading(epoch, skip, limit, worker_seed))
 
     def _reading(
         self, epoch: int | None, skip: int, limit: int | None, seed: int
@@ -187,10 +189,11 @@ class Loader:
         known, places = -1, list[Sequence[int]]()
         assert self.order is not None
         several = self.order if isinstance(self.order, TogetherOrder) else None
-        batches = iter(self.order.epoch(epoch))
+        stop = None if limit is None else max(0, limit - skip)
+        batches: Iterator[Tensor] = islice(self.order.epoch(epoch, skip), stop)
         if self.device.type != "cpu":
-            batches = iter(copied(batches, self.device))
-        for batch, rows in enumerate(islice(batches, skip, limit), skip):
+            batches = copied(batches, self.device)
+        for batch, rows in enumerate(batches, skip):
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
             total = rows.numel()
             if several is not None:
@@ -301,10 +304,10 @@ class Loader:
                 yield batch
 
 
-def copied(batches: Iterable[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """An epoch's row numbers, in one copy to a device."""
-    parts = list(batches)
-    return torch.cat(parts).to(device).split([len(part) for part in parts])
+def copied(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Row numbers, in few copies to a device."""
+    while parts := list(islice(batches, COPIED)):
+        yield from torch.cat(parts).to(device).split([len(part) for part in parts])
 
 
 def _taken_pinned(tensor: Tensor, dimension: int, rows: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
+from dpframe.data.shuffle import Numbers
 from dpframe.errors import UserError
 from dpframe.values import fits, refuse_below
 
 MOST = 1_000_000  # rows until the order of the sets begins again
-Pass = Callable[[int, int, int], Tensor]
+Pass = Callable[[int, int, int], Numbers]
 """Of the number of a set, its rows and which pass it is: the order of these rows."""
 
 
@@ -68,10 +69,14 @@ class Mix(Several):
             begun = int((self._sets[: start % period] == place).sum())
             first = start // period * part + begun
             size, count = len(self.datasets[place]), int(here.sum())  # type: ignore[arg-type]
-            passes = range(first // size, -(-(first + count) // size))
-            if passes:
-                order = torch.cat([pass_of(place, size, number) for number in passes])
-                numbers[here] = order[first % size :][:count] + ends[place]
+            stretches = [
+                pass_of(place, size, number)(
+                    max(0, first - number * size), min(size, first + count - number * size)
+                )
+                for number in range(first // size, -(-(first + count) // size))
+            ]
+            if stretches:
+                numbers[here] = torch.cat(stretches) + ends[place]
         return numbers
 
     def described(self) -> str:

@@ -1,9 +1,10 @@
 """The order of an epoch: which rows make which global batch, by a seed or by the user's sampler."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from dpframe import seeding
 from dpframe.data.mix import Mix, spread
+from dpframe.data.shuffle import COMPUTED, DRAWN, Computed, Numbers
 from dpframe.data.together import Parts
 from dpframe.errors import UserError
 
@@ -46,8 +48,7 @@ def order_of(
 
 def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
     """The order of a shuffled epoch: a fact of (seed, epoch), the same on every strategy."""
-    generator = torch.Generator().manual_seed(seeding.mix(seed, epoch))
-    return torch.randperm(rows, generator=generator)
+    return Order(rows, 1, True, seed).numbers(epoch)(0, rows)
 
 
 @dataclass
@@ -67,14 +68,23 @@ class Order:
     def batches(self) -> int:
         return -(-self.end // self.batch_size)
 
-    def epoch(self, epoch: int) -> Iterator[Tensor]:
-        if self.shuffle:
-            rows = permutation(self.rows, seed=self.seed, epoch=epoch)
-        else:
-            rows = torch.arange(self.rows)
-        # Not `rows.split`, which makes millions of tensors at once of a large data set.
-        for start in range(0, self.end, self.batch_size):
-            yield rows[start : start + self.batch_size]
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Tensor]:
+        """From its batch `first` on."""
+        numbers, size = self.numbers(epoch), self.batch_size
+        many = -(-COMPUTED // size) * size
+        for start in range(first * size, self.end, many):
+            some = numbers(start, min(start + many, self.end))
+            for place in range(0, len(some), size):
+                yield some[place : place + size]
+
+    def numbers(self, epoch: int) -> Numbers:
+        if not self.shuffle:
+            return torch.arange
+        seed = seeding.mix(self.seed, epoch)
+        if self.rows > DRAWN:
+            return Computed(self.rows, seed)
+        rows = torch.randperm(self.rows, generator=torch.Generator().manual_seed(seed))
+        return lambda start, stop: rows[start:stop]
 
 
 @dataclass
@@ -82,15 +92,17 @@ class MixOrder(Order):
     """Of a Mix, each of whose sets goes on from epoch to epoch."""
 
     mix: Mix = field(kw_only=True)
+    _passes: dict[int, tuple[int, Numbers]] = field(default_factory=dict, init=False)  # newest ones
 
-    def epoch(self, epoch: int) -> Iterator[Tensor]:
-        rows = self.mix.numbers(epoch * self.end, (epoch + 1) * self.end, self._pass)
-        for start in range(0, self.end, self.batch_size):
-            yield rows[start : start + self.batch_size]
+    def numbers(self, epoch: int) -> Numbers:
+        begun = epoch * self.end
+        return lambda start, stop: self.mix.numbers(begun + start, begun + stop, self._pass)
 
-    def _pass(self, place: int, rows: int, number: int) -> Tensor:
-        seed = seeding.mix(self.seed, place)
-        return permutation(rows, seed=seed, epoch=number) if self.shuffle else torch.arange(rows)
+    def _pass(self, place: int, rows: int, number: int) -> Numbers:
+        if self._passes.get(place, (-1,))[0] != number:
+            order = Order(rows, 1, self.shuffle, seeding.mix(self.seed, place))
+            self._passes[place] = number, order.numbers(number)
+        return self._passes[place][1]
 
 
 @dataclass
@@ -114,7 +126,7 @@ class SamplerOrder:
     def batches(self) -> int:
         return len(self.epoch(0))
 
-    def epoch(self, epoch: int) -> list[Tensor]:
+    def epoch(self, epoch: int, first: int = 0) -> list[Tensor]:
         """Draws each epoch once and in order: so a generator of the sampler's own moves as if no
         run had been resumed, and a second look does not move it."""
         last, _ = self._drawn
@@ -122,15 +134,20 @@ class SamplerOrder:
             for skipped in range(last + 1, epoch):
                 self._draw(skipped)
             self._drawn = epoch, self._batches_of(epoch)
-        return self._drawn[1]
+        return self._drawn[1][first:]
 
-    def _draw(self, epoch: int) -> list[Any]:
+    def _draw(self, epoch: int) -> Sequence[Any]:
+        """Rows, as numbers of 8 bytes, or batches."""
         samplers: list[Any] = [self.sampler, getattr(self.sampler, "sampler", None)]
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         with seeding.seeded(self.seed, epoch):
-            return list(self.sampler)
+            rows = iter(self.sampler)
+            some = list(islice(rows, 1))
+            if not some or _is_batch(some[0]):
+                return [*some, *rows]
+            return array("q", map(int, chain(some, rows)))
 
     def _batches_of(self, epoch: int) -> list[Tensor]:
         # The draws of torch, NumPy and Python are the same in every process. A sampler may draw by
@@ -140,7 +157,7 @@ class SamplerOrder:
             raise UserError(
                 f"{self.label} a {type(self.sampler).__name__} of no rows; make it draw some"
             )
-        if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
+        if not isinstance(drawn, array):
             if self.drop_last:
                 raise UserError(
                     f"data.drop_last=true, and {self.label} a {type(self.sampler).__name__}, "
@@ -149,7 +166,7 @@ class SamplerOrder:
                 )
             batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
         else:
-            rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
+            rows = torch.frombuffer(drawn, dtype=torch.int64)
             end = len(rows) // self.batch_size if self.drop_last else None
             batches = list(rows.split(self.batch_size))[:end]
         for row in (int(row) for batch in batches for row in batch.aminmax()):
@@ -201,19 +218,22 @@ class TogetherOrder:
         }
         return cls(orders, ends, parts.length)
 
-    def epoch(self, epoch: int) -> Iterator[Tensor]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Tensor]:
         """Samplers draw all of it at once, and once."""
-        first, (last, drawn) = epoch * self.batches, self._drawn
+        begun, (last, drawn) = epoch * self.batches, self._drawn
         if last != epoch:
             of_samplers = {n: o for n, o in self._orders.items() if isinstance(o, SamplerOrder)}
             drawn = {
-                name: list(islice(_onward(order, first), self.batches))
+                name: list(islice(_onward(order, begun), self.batches))
                 for name, order in of_samplers.items()
             }
             self._drawn = epoch, drawn
-        each = [drawn.get(name) or _onward(order, first) for name, order in self._orders.items()]
+        each = [
+            drawn[name][first:] if name in drawn else _onward(order, begun + first)
+            for name, order in self._orders.items()
+        ]
         starts = [0, *self._ends.tolist()]
-        for parts in islice(zip(*each, strict=False), self.batches):
+        for parts in islice(zip(*each, strict=False), self.batches - first):
             rows = torch.cat([part + start for part, start in zip(parts, starts, strict=False)])
             yield rows[spread(tuple(map(len, parts)))]
 
@@ -239,7 +259,11 @@ def _onward(order: Order | SamplerOrder, batch: int) -> Iterator[Tensor]:
                 f"epoch {epoch} and {order.batches} in the first one; of several sets in a step "
                 "each has to have as many in each epoch"
             )
-        yield from islice(order.epoch(epoch), skipped if epoch == first else 0, None)
+        yield from order.epoch(epoch, skipped if epoch == first else 0)
+
+
+def _is_batch(drawn: Any) -> bool:
+    return isinstance(drawn, list | tuple) or getattr(drawn, "ndim", 0) > 0
 
 
 def _check_length(sampler: Any, label: str) -> None:

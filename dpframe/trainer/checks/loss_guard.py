@@ -3,7 +3,6 @@
 import logging
 import math
 import shlex
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +113,7 @@ class LossGuard:
         """The batch's row numbers, share by share; none for a stream."""
         if self._order is None:
             return []
-        rows = next(islice(self._order.epoch(losses.epoch), losses.batch_index, None))
+        rows = next(iter(self._order.epoch(losses.epoch, losses.batch_index)))
         shares: list[Any] = self._strategy.split_rows(rows)
         return [share.tolist() for share in shares]
 
