@@ -156,7 +156,7 @@ class TaskMetrics:
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
-        if not self._metrics and self._end_pass is None:
+        if not self._metrics and not self._adapter.ends_passes:
             return {}
         computed, results = self._results() if self._metrics else ([], [])
         named, more = self._named(kind, results, means) if results else {}, {}
