@@ -304,9 +304,10 @@ class Loader:
                 yield batch
 
 
-def copied(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+def copied(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Row numbers, in few copies to a device."""
-    while parts := list(islice(batches, COPIED)):
+    following = iter(batches)
+    while parts := list(islice(following, COPIED)):
         yield from torch.cat(parts).to(device).split([len(part) for part in parts])
 
 
