@@ -452,17 +452,6 @@ def on_host(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in trainer.task.state_dict().items()}
 
 
-@pytest.mark.gpu
-def test_a_state_of_before_0_2_is_put_back_by_the_gpus_numbers():
-    torch.cuda.manual_seed_all(5)
-    old = seeding.random_state(())
-    old["cuda"] = torch.cuda.get_rng_state_all()
-    everywhere = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    drawn = [torch.rand(3, device=device).tolist() for device in everywhere]
-    seeding.restore_random_state(old, everywhere[::-1])
-    assert [torch.rand(3, device=device).tolist() for device in everywhere] == drawn
-
-
 @pytest.mark.gpu(2)
 def test_a_strategy_takes_nothing_on_the_gpu_that_it_was_not_given():
     gc.collect()  # what an earlier test left there would be freed meanwhile
