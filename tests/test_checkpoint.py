@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import fresh
 from small import SGD, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
 
 from dpframe import Callback, Strategy, Trainer, UserError, checkpoint
@@ -22,6 +23,7 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.checkpoint import file as one_file
 from dpframe.checkpoint import seal
 from dpframe.errors import Failure
+from dpframe.strategies.ddp import DDP
 
 # Written whole or not at all
 
@@ -369,6 +371,40 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
         for at in reversed(range(len(whole))):
             file.truncate(at)
             assert seal.damage(path), at
+
+
+def read_again(strategy: Strategy, path: Path) -> list[int]:
+    """How many bytes were hashed in this process and in each rank."""
+    hashed = [0]
+    compute = seal._hash
+
+    def counted(file: Any, end: int, more: bytes) -> bytes:
+        hashed[0] += end
+        return compute(file, end, more)
+
+    seal._hash, seal.SETTLED = counted, -1
+    checkpoint.load(path)
+    before, hashed[0] = hashed[0], 0
+    checkpoint.load(path)
+    again, hashed[0] = hashed[0], 0
+    in_ranks = strategy.launch(read_in_rank, strategy, path, hashed)
+    os.utime(path)
+    checkpoint.load(path)
+    return [before, again, in_ranks, hashed[0]]
+
+
+def read_in_rank(strategy: Strategy, path: Path, hashed: list[int]) -> float:
+    with strategy:
+        checkpoint.load(path)
+        return strategy.collectives.sum_numbers([float(hashed[0])])[0]
+
+
+def test_a_file_is_hashed_once_for_a_process_and_its_ranks_until_it_changes(tmp_path):
+    fitted(callbacks=[Checkpoint()], directory=str(tmp_path))
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    before, again, in_ranks, changed = fresh(read_again, DDP(2, "cpu"), path)
+    assert before == changed > 1000
+    assert again == in_ranks == 0
 
 
 def test_a_checkpoint_of_an_earlier_version_that_does_not_seal_its_step_is_read(tmp_path):

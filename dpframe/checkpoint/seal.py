@@ -13,9 +13,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 # The length of the comment, then the comment; weights alone have no step.
 SEAL = re.compile(
@@ -24,6 +26,7 @@ SEAL = re.compile(
     re.DOTALL,
 )
 LONGEST = 256  # bytes of a seal
+SETTLED = 2_000_000_000  # ns after which a change of a file shows in its time on every file system
 BLOCK = 1 << 20
 MANIFEST = "parts.json"
 UNSEALED = "it has no checksum: truncated, or not written by dpframe"
@@ -63,7 +66,8 @@ def damage(path: Path, *, reads_parts: bool = True) -> str:
             sealed = _parse_seal(file)
             if sealed is None:
                 return UNSEALED
-            if _hash(file, sealed.begin, b"\0\0" + sealed.facts) != sealed.hash:
+            sealed_hash = partial(_hash, file, sealed.begin, b"\0\0" + sealed.facts)
+            if _once(file, sealed_hash) != sealed.hash:
                 return f"it is {DAMAGED}"
     except OSError as error:
         return error.strerror or str(error)
@@ -111,7 +115,7 @@ def digest_of(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise OSError("it is no file")  # a pipe that nobody writes into, or a device without end
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return _once(file, lambda: hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def digest(block: bytes) -> str:
@@ -177,6 +181,21 @@ def time_of(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:  # a link to nowhere, or removed since it was listed
         return 0
+
+
+_hashes: dict[tuple[int, ...], Any] = {}  # of files as they are, also for ranks that are forked
+
+
+def _once(file: BinaryIO, call: Callable[[], Any]) -> Any:
+    """A file's hash, computed again only if the file has changed."""
+    is_now = os.fstat(file.fileno())
+    key = (is_now.st_dev, is_now.st_ino, is_now.st_size, is_now.st_mtime_ns, is_now.st_ctime_ns)
+    if key not in _hashes:
+        found = call()
+        if time.time_ns() - is_now.st_ctime_ns < SETTLED:
+            return found
+        _hashes[key] = found
+    return _hashes[key]
 
 
 class _Seal(NamedTuple):
