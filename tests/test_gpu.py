@@ -40,7 +40,6 @@ from dpframe import (
     TrainerSettings,
     UserError,
     checkpoint,
-    seeding,
 )
 from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
