@@ -218,7 +218,7 @@ def _alike(kept: list[Kept]) -> Columns | None:
             together = torch.stack([row[place] for row in table for place in places]).detach()
             if kind.is_complex or together.numel() != len(places) * len(table):
                 return None
-            together = together.cpu().double().reshape(len(table), -1)  # waits for the GPU
+            together = together.cpu().to(torch.float64).reshape(len(table), -1)  # waits for the GPU
             numbers = together.T.tolist()
             columns |= {names[place]: column for place, column in zip(places, numbers, strict=True)}
     except (AttributeError, TypeError, RuntimeError):  # numbers, or on several devices

@@ -93,7 +93,8 @@ def test_what_a_point_may_not_have_is_said_as_of_a_run_and_the_next_ones_are_rig
 
 def test_what_an_earlier_sweep_brings_is_asked_at_each_point_whether_it_names_a_call(tmp_path):
     (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\ntask: {optimizer: {_target_: '${vars.what}'}}\nvars: {what: a.B}"
+    called = "{optimizer: {_target_: '${oc.select:vars.what,a.B}'}}"
+    text = f"# @package _global_\ntask: {called}\nvars: {{what: a.B}}"
     Path(tmp_path, "experiment", "mine.yaml").write_text(text)
     configs = ConfigLoader(str(tmp_path))
     configs.taken = ["vars.what=torch.optim.SGD"]
