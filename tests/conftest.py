@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fakecuda import build
+from long import is_long
 from quick import is_quick
 
 WAIT_SECONDS = 60  # for what is about to end: a DataLoader's worker looks for its parent every 5
@@ -94,8 +95,8 @@ def gpus_hidden() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`quick` is for those of quick.py; `whole` needs dpframe's plugins, too; `gpu` takes all CUDA
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`quick` is for those of quick.py, `long` for those of long.py; `whole` needs dpframe's plugins, too; `gpu` takes all CUDA
     devices there are, `gpu(2)` needs two; `one_gpu` is for those of `gpu(1)`, which more devices
     are no other case of."""
     has_plugins = (Path(__file__).parents[1] / "dpframe/plugins").is_dir()
@@ -104,6 +105,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="dpframe/plugins is missing"))
         if is_quick(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.quick)
+        if is_long(item.path.stem, item.name):
+            item.add_marker(pytest.mark.long)
+    leave_out_long(config, items)
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not marked:
         return
@@ -120,6 +124,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"python tests/fakecuda {needed} -m pytest -m gpu runs it on fake ones"
             )
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """From the whole suite, not from a file, a marker or a name that is asked for."""
+    option = config.option
+    if option.markexpr or option.keyword or any(".py" in argument for argument in config.args):
+        return
+    left = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 @pytest.fixture(autouse=True)

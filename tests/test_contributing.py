@@ -28,13 +28,18 @@ def test_contributing_fits_on_a_screen_and_names_the_floors():
 
 
 def test_the_changelog_is_grouped_by_what_was_added_changed_removed_and_fixed():
-    """Put a new line into its group: git's union merge may have left another group's text."""
-    heads = r"##? .+|### (Added|Changed|Removed|Fixed)|\*\*.+\*\*( \(.+\))?"
-    known = rf"{heads}|(- |  ).+|The first whole dpframe\.|"
+    heads = r"##? .+|### (Added|Changed|Removed|Fixed)|\*\*.+\*\*( \(.+\))?|<!-- releases -->"
+    known = rf"{heads}|(- |  ).+|The first whole dpframe\.|What a user notices.*|"
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(known, line)] == []
     entries = [line for line in lines if line.startswith("- ")]
     assert len(set(entries)) == len(entries)
+
+
+def test_a_line_of_the_next_release_is_a_file_whose_name_has_its_group():
+    names = {path.name for path in (ROOT / "changes").iterdir()} - {"README.md"}
+    groups = "|".join(each["directory"] for each in PROJECT["tool"]["towncrier"]["type"])
+    assert [name for name in names if not re.fullmatch(rf"[\w-]+\.({groups})\.md", name)] == []
 
 
 def test_contributing_shows_the_commands_of_continuous_integration():

@@ -2,6 +2,6 @@
 
 A new mode is a module here, its entry point in pyproject.toml (and an installation, which writes
 it), its name in `UNINSTALLED` of config/modes.py, its tests in tests/plugins, and a line in
-README.md, docs/features.md and CHANGELOG.md. A new option is a YAML file in the plugin's `conf`,
+README.md, docs/features.md and changes/. A new option is a YAML file in the plugin's `conf`,
 with the folder's entry point, and its name in `OPTIONS` of config/plugins.py.
 """

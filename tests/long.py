@@ -1,0 +1,2 @@
+LONG = {}
+def is_long(file, test): return False
