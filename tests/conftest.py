@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,9 @@ def gpus_hidden() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`quick` is for those of quick.py, `long` for those of long.py; `whole` needs dpframe's plugins, too; `gpu` takes all CUDA
-    devices there are, `gpu(2)` needs two; `one_gpu` is for those of `gpu(1)`, which more devices
-    are no other case of."""
+    """`quick` is for those of quick.py, `long` for those of long.py; `whole` needs dpframe's
+    plugins, too; `gpu` takes all CUDA devices there are, `gpu(2)` needs two; `one_gpu` is for those
+    of `gpu(1)`, which more devices are no other case of."""
     has_plugins = (Path(__file__).parents[1] / "dpframe/plugins").is_dir()
     for item in items:
         if item.get_closest_marker("whole") and not has_plugins:
@@ -107,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
         if is_long(item.path.stem, item.name):
             item.add_marker(pytest.mark.long)
+        if shares(item.path):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     leave_out_long(config, items)
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not marked:
@@ -124,6 +127,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 f"python tests/fakecuda {needed} -m pytest -m gpu runs it on fake ones"
             )
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@cache
+def shares(path: Path) -> bool:
+    """Whether tests of a file wait for what is made once, e.g. a group of ranks: they run in one
+    process, which makes it, and not in each."""
+    return bool(re.search(r'^@once$|scope="module"', path.read_text(), re.M))
 
 
 def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:

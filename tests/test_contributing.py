@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from conftest import pytest_xdist_auto_num_workers
+from long import LONG, lines_of
 from quick import FILES, SLOW_FILES, TESTS
 from test_layers import FLOORS
 
@@ -96,3 +97,12 @@ def test_the_quick_tests_are_there_and_cover_every_module():
     imports = [line for file in quick for line in texts[file].splitlines() if "import" in line]
     for room in (*FLOORS, "data", "metrics", "seeding", "checkpoint", "loggers", "errors"):
         assert any(re.search(rf"dpframe.*\b{room}\b", line) for line in imports), room
+
+
+@pytest.mark.whole
+def test_the_long_tests_are_there_and_leave_some_of_their_file_to_the_suite():
+    texts = {path.stem[5:]: path.read_text() for path in ROOT.glob("tests/**/test_*.py")}
+    for file in LONG:
+        tests = set(re.findall(r"^def test_(\w+)", texts[file], re.M))
+        assert {line.partition("[")[0] for line in lines_of(file)} <= tests, file
+        assert tests - {*lines_of(file)}, file

@@ -52,10 +52,11 @@ def test_versions_are_the_same_on_the_page_in_the_package_and_in_the_workflow():
     assert hydra_below == "1.5" and "| 1.4, its release candidates too |" in PAGE
     jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
     rows = {row["name"]: row for row in jobs["tests"]["strategy"]["matrix"]["include"]}
-    assert len(rows) == 7
+    assert len(rows) == 8
     tried = {re.sub(r"^~|(?<=\.\d\d)\..*", "", row["python"]) for row in rows.values()}
     assert tried == set(pythons)
     assert rows["pinned"] == {"name": "pinned", "python": "3.12", "run": ".ci/run"}
+    assert rows["long"] == {"name": "long", "python": "3.12", "run": ".ci/long"}
     assert rows["oldest torch"]["python"].startswith(f"~{oldest}.")
     assert f"'torch=={torch.removeprefix('torch>=')}.*'" in rows["oldest torch"]["run"]
     assert rows["newest of all"]["python"] == newest
