@@ -62,11 +62,27 @@ def test_pre_commit_runs_the_installed_tools():
 
 def test_every_development_tool_is_pinned_and_nothing_twice():
     pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
-    required = PROJECT["project"]["dependencies"]
-    required += PROJECT["project"]["optional-dependencies"]["dev"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    required = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["release"]]
+    required += PROJECT["build-system"]["requires"]
     assert {re.match(r"[\w-]+", line)[0] for line in required} - {*pins} == set()
     names = Counter(re.sub("[-_]+", "-", name).lower() for name in pins)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_page_of_installing_has_every_extra():
+    table = (ROOT / "docs/install.md").read_text().partition("| extra |")[2]
+    named = {name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in row.split(", ")}
+    assert named == {f"`{extra}`" for extra in PROJECT["project"]["optional-dependencies"]}
+
+
+def test_every_action_is_a_commit_with_its_version_beside_it():
+    """A tag may move to other code."""
+    workflows = [path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")]
+    actions = [line for text in workflows for line in re.findall(r"uses: *(.+)", text)]
+    pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+"
+    assert len(actions) >= 10
+    assert [line for line in actions if not re.fullmatch(pinned, line)] == []
 
 
 def test_the_linter_reads_the_oldest_python():
