@@ -21,6 +21,7 @@ _HOME = {
     "Batches": "dpframe.data.batches",
     "Callback": "dpframe.callbacks",
     "DataModule": "dpframe.data",
+    "DataSets": "dpframe.data",
     "LRSchedule": "dpframe.schedules",
     "Logger": "dpframe.loggers",
     "Mix": "dpframe.data.mix",
@@ -28,6 +29,7 @@ _HOME = {
     "RunInfo": "dpframe.trainer",
     "ShardedStream": "dpframe.data.stream",
     "Strategy": "dpframe.strategies",
+    "Supervised": "dpframe.supervised",
     "Task": "dpframe.task",
     "Trainer": "dpframe.trainer",
     "TrainerSettings": "dpframe.trainer.settings",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from dpframe.cli.api import run as run
     from dpframe.config.load import load as load
     from dpframe.data import DataModule as DataModule
+    from dpframe.data import DataSets as DataSets
     from dpframe.data.batches import Batches as Batches
     from dpframe.data.mix import Mix as Mix
     from dpframe.data.stream import ShardedStream as ShardedStream
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from dpframe.loggers import Logger as Logger
     from dpframe.schedules import LRSchedule as LRSchedule
     from dpframe.strategies import Strategy as Strategy
+    from dpframe.supervised import Supervised as Supervised
     from dpframe.task import Task as Task
     from dpframe.trainer import RunInfo as RunInfo
     from dpframe.trainer import Trainer as Trainer

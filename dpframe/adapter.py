@@ -28,7 +28,7 @@ class Adapter:
 
     def metric_name(self, kind: str, name: str) -> str:
         """Under which name the result of a metric that it holds is logged."""
-        return name
+        return name.removeprefix("metrics.")  # of what holds all of them, e.g. NamedMetrics
 
     def logs_metric(self, kind: str, name: str) -> bool:
         """Whether it has logged a metric that it holds by `metric_name`, as Lightning's do."""

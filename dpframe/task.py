@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from dpframe.adapter import Adapter
 from dpframe.composite import name_of
 from dpframe.errors import UserError, suggestion
 from dpframe.lightning_names import INSTEAD, Instead
+from dpframe.named_metrics import NONE, NamedMetrics
 from dpframe.parameters import grouped, optimizer_over
 from dpframe.rows import OverridableProperty, RowsOfBatch
 from dpframe.scheduler_lengths import scheduler_over
@@ -103,9 +104,10 @@ class Task(RowsOfBatch, nn.Module):
         *,
         optimizers: Mapping[str, Callable[..., Optimizer]] | None = None,
         schedulers: Mapping[str, Callable[..., LRScheduler]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """`optimizers`, and `schedulers` for some of them, are named as the submodules are whose
-        weights they update."""
+        weights they update. `metrics` become `self.metrics`."""
         super().__init__()
         if any(isinstance(made, Optimizer) for made in (optimizer, *(optimizers or {}).values())):
             raise UserError(
@@ -118,6 +120,18 @@ class Task(RowsOfBatch, nn.Module):
         self.make_scheduler = scheduler
         self.make_optimizers = dict(optimizers or {})
         self.make_schedulers = dict(schedulers or {})
+        if metrics is not None:
+            self.metrics = NamedMetrics(metrics)
+
+    if TYPE_CHECKING:
+        metrics: Any  # NamedMetrics, unless a task of its own has set it
+    else:
+
+        @OverridableProperty
+        def metrics(self) -> NamedMetrics:
+            """Those of task.metrics: a step returns {"loss": loss, **self.metrics(prediction,
+            target)}. Without any it does nothing."""
+            return dict(self.named_children()).get("metrics", NONE)
 
     @OverridableProperty
     def global_step(self) -> int:

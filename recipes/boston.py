@@ -43,7 +43,7 @@ class Boston(dpframe.Task):
         return {**means, "rmse": math.sqrt(means["loss"])}
 
 
-class BostonData(dpframe.DataModule):
+class BostonData(dpframe.DataSets):
     """404 rows to train on and 102 held out, the same ones whatever the run's seed."""
 
     def __init__(
@@ -55,7 +55,7 @@ class BostonData(dpframe.DataModule):
         split_seed: int = 0,
         file: str | None = None,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.normalize = normalize
         self.split_seed = split_seed
         self.file = file
@@ -68,19 +68,10 @@ class BostonData(dpframe.DataModule):
         if self.normalize:
             mean, scale = feature_statistics(train)
         self.mean, self.scale = mean, scale
-        self.train_rows = _dataset(train, mean, scale)
-        self.held_out_rows = _dataset(held_out, mean, scale)
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    # 506 rows are too few for a third part: validation and test are the same 102 rows, so the
-    # best validation score of a run flatters it. Report the last epoch's, or mean over seeds.
-    def val_dataset(self) -> TensorDataset:
-        return self.held_out_rows
-
-    def test_dataset(self) -> TensorDataset:
-        return self.held_out_rows
+        self.train = _dataset(train, mean, scale)
+        # 506 rows are too few for a third part: validation and test are the same 102 rows, so the
+        # best validation score of a run flatters it. Report the last epoch's, or mean over seeds.
+        self.val = self.test = _dataset(held_out, mean, scale)
 
     def input_row(self, row: dict[str, float | str]) -> tuple[Tensor]:
         """Features by their names, in any order and beside others; normalised as in training."""

@@ -96,7 +96,7 @@ class CaptionTower(nn.Module):
         return self.head(states[torch.arange(len(words), device=last.device), last])
 
 
-class CLIPData(dpframe.DataModule):
+class CLIPData(dpframe.DataSets):
     """Two digits side by side, with words that say which, where and how dark."""
 
     def __init__(
@@ -106,22 +106,13 @@ class CLIPData(dpframe.DataModule):
         shuffle: bool = True,
         pairs: int = 6000,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.pairs = pairs
 
     def setup(self) -> None:
         train, held_out = read_digits(SIDE)
-        self.train_rows = paired(train, self.pairs, seed=0)
-        self.held_out_rows = paired(held_out, self.pairs // 10, seed=1)
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    def val_dataset(self) -> TensorDataset:
-        return self.held_out_rows
-
-    def test_dataset(self) -> TensorDataset:
-        return self.held_out_rows
+        self.train = paired(train, self.pairs, seed=0)
+        self.val = self.test = paired(held_out, self.pairs // 10, seed=1)
 
 
 class ShowCaptions(dpframe.Callback):
@@ -133,7 +124,7 @@ class ShowCaptions(dpframe.Callback):
     def on_fit_end(self, trainer: "dpframe.Trainer") -> None:
         if trainer.strategy.is_main:
             task, data = cast(CLIP, trainer.task), cast(CLIPData, trainer.data)
-            images = data.held_out_rows.tensors[0][: self.count]
+            images = data.val.tensors[0][: self.count]
             with torch.no_grad():
                 found = task.predict_step([images.to(task.log_scale)])
             for image, text in zip(images, found, strict=True):

@@ -127,7 +127,7 @@ class Block(nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))
 
 
-class GPTData(dpframe.DataModule):
+class GPTData(dpframe.DataSets):
     """Blocks of a text file, or without one of made-up stories; the last tenth is held out."""
 
     def __init__(
@@ -139,7 +139,7 @@ class GPTData(dpframe.DataModule):
         file: str | None = None,
         stories: int = 6000,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.block = block
         self.file = file
         self.stories = stories
@@ -157,16 +157,8 @@ class GPTData(dpframe.DataModule):
         # A block's last byte is the next one's first: each byte but one is predicted once.
         rows = rows.unfold(0, self.block + 1, self.block)
         train, held_out = rows.tensor_split([len(rows) - max(1, len(rows) // 10)])
-        self.train_rows, self.held_out_rows = TensorDataset(train), TensorDataset(held_out)
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    def val_dataset(self) -> TensorDataset:
-        return self.held_out_rows
-
-    def test_dataset(self) -> TensorDataset:
-        return self.held_out_rows
+        self.train = TensorDataset(train)
+        self.val = self.test = TensorDataset(held_out)
 
 
 class Sample(dpframe.Callback):

@@ -68,7 +68,7 @@ def lenet() -> nn.Sequential:
     )
 
 
-class LeNetData(dpframe.DataModule):
+class LeNetData(dpframe.DataSets):
     """Fashion-MNIST from the folder `root`, or without one the packaged handwritten digits."""
 
     def __init__(
@@ -78,22 +78,14 @@ class LeNetData(dpframe.DataModule):
         shuffle: bool = True,
         root: str | None = None,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.root = root
 
     def setup(self) -> None:
         read = read_digits() if self.root is None else read_fashion(Path(self.root).expanduser())
-        self.train_rows, self.test_rows = read
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    # Neither data set has a third part: validation and test are the same images, as in the book.
-    def val_dataset(self) -> TensorDataset:
-        return self.test_rows
-
-    def test_dataset(self) -> TensorDataset:
-        return self.test_rows
+        # Neither has a third part: validation and test are the same images, as in the book.
+        self.train, self.val = read
+        self.test = self.val
 
     def input_row(self, image: Tensor) -> tuple[Tensor]:
         """Light strokes on a dark ground, as the images of both sets are; in grey and resized."""

@@ -32,15 +32,6 @@ class Multilabel(dpframe.Task):
             nn.Flatten(), nn.Linear(SIDE * SIDE, width), nn.ReLU(), nn.Linear(width, len(LABELS))
         )
         super().__init__(net, optimizer, scheduler)
-        try:
-            from torchmetrics.classification import MultilabelAUROC, MultilabelF1Score
-        except ImportError as error:
-            raise dpframe.UserError(
-                "recipe=multilabel needs torchmetrics; pip install 'dpframe[metrics]'"
-            ) from error
-        # Neither is a mean over batches: dpframe computes them over all rows of all replicas.
-        self.f1 = MultilabelF1Score(len(LABELS))
-        self.auroc = MultilabelAUROC(len(LABELS))
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         images, labels = batch
@@ -49,16 +40,15 @@ class Multilabel(dpframe.Task):
     def validation_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         images, labels = batch
         logits = self.net(images)
-        self.f1.update(logits, labels.long())
-        self.auroc.update(logits, labels.long())
-        return {"loss": functional.binary_cross_entropy_with_logits(logits, labels)}
+        loss = functional.binary_cross_entropy_with_logits(logits, labels)
+        return {"loss": loss, **self.metrics(logits.sigmoid(), labels.long())}
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
         """The probability of each label."""
         return self.net(batch[0]).sigmoid()
 
 
-class MultilabelData(dpframe.DataModule):
+class MultilabelData(dpframe.DataSets):
     """The packaged digits; validation is on the held-out ones, clean and with noise."""
 
     def __init__(
@@ -68,7 +58,7 @@ class MultilabelData(dpframe.DataModule):
         shuffle: bool = True,
         noise: float = 0.3,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.noise = noise
 
     def setup(self) -> None:
@@ -78,20 +68,11 @@ class MultilabelData(dpframe.DataModule):
         (train, train_digits), (clean, self.digits) = (rows.tensors for rows in read_digits(SIDE))
         drawn = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
         noisy = (clean + self.noise * drawn).clamp(0, 1)
-        self.train_rows = TensorDataset(train, table[train_digits])
-        self.held_out_rows = {
+        self.train = TensorDataset(train, table[train_digits])
+        self.val = self.test = {
             name: TensorDataset(images, table[self.digits])
             for name, images in (("clean", clean), ("noisy", noisy))
         }
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    def val_dataset(self) -> dict[str, TensorDataset]:
-        return self.held_out_rows
-
-    def test_dataset(self) -> dict[str, TensorDataset]:
-        return self.held_out_rows
 
 
 class ShowAnswers(dpframe.Callback):
@@ -103,7 +84,7 @@ class ShowAnswers(dpframe.Callback):
         data: MultilabelData = trainer.data  # type: ignore[assignment]
         rows = [int((data.digits == digit).nonzero()[0]) for digit in range(CLASSES)]
         said = []
-        for part in data.held_out_rows.values():
+        for part in data.val.values():
             images, labels = part[rows]
             with torch.no_grad():
                 chances = trainer.task.predict_step([images.to(next(trainer.task.parameters()))])

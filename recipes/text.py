@@ -85,7 +85,7 @@ class Text(dpframe.Task):
         return [" ".join(_tagged(*pair)) for pair in pairs]
 
 
-class TextData(dpframe.DataModule):
+class TextData(dpframe.DataSets):
     """Made-up sentences of 1 to 100 words; a tenth is held out."""
 
     def __init__(
@@ -96,7 +96,7 @@ class TextData(dpframe.DataModule):
         sentences: int = 4000,
         buckets: bool = True,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.sentences = sentences
         self.buckets = buckets
 
@@ -104,16 +104,8 @@ class TextData(dpframe.DataModule):
         draw = random.Random(0)
         rows = [_row(_grown("S", draw)) for _ in range(self.sentences)]
         cut = len(rows) * 9 // 10
-        self.train_rows, self.held_out_rows = Rows(rows[:cut]), Rows(rows[cut:])
-
-    def train_dataset(self) -> Dataset:
-        return self.train_rows
-
-    def val_dataset(self) -> Dataset:
-        return self.held_out_rows
-
-    def test_dataset(self) -> Dataset:
-        return self.held_out_rows
+        self.train = Rows(rows[:cut])
+        self.val = self.test = Rows(rows[cut:])
 
     def train_sampler(self, dataset: "Rows") -> "ByLength | None":  # type: ignore[override]
         lengths = [len(words) for words, _ in dataset.rows]

@@ -71,7 +71,7 @@ class Transfer(dpframe.Task):
         return self.head(self.backbone(batch[0]))
 
 
-class TransferData(dpframe.DataModule):
+class TransferData(dpframe.DataSets):
     """The packaged digits of some classes; `rows` to train on of each, or all of them."""
 
     def __init__(
@@ -82,14 +82,14 @@ class TransferData(dpframe.DataModule):
         digits: Sequence[int] = (5, 6, 7, 8, 9),
         rows: int | None = 20,
     ) -> None:
-        super().__init__(batch_size, workers, shuffle)
+        super().__init__(batch_size=batch_size, workers=workers, shuffle=shuffle)
         self.digits = digits
         self.rows = rows
 
     def setup(self) -> None:
         train, held_out = read_digits(SIDE)
-        self.train_rows = self._of_digits(train, self.rows)
-        self.held_out_rows = self._of_digits(held_out, None)
+        self.train = self._of_digits(train, self.rows)
+        self.val = self.test = self._of_digits(held_out, None)
 
     def _of_digits(self, part: TensorDataset, rows: int | None) -> TensorDataset:
         """Classes are numbered as `digits` lists them."""
@@ -97,15 +97,6 @@ class TransferData(dpframe.DataModule):
         taken = [(labels == digit).nonzero()[:rows, 0] for digit in self.digits]
         classes = [torch.full_like(rows, number) for number, rows in enumerate(taken)]
         return TensorDataset(images[torch.cat(taken)], torch.cat(classes))
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    def val_dataset(self) -> TensorDataset:
-        return self.held_out_rows
-
-    def test_dataset(self) -> TensorDataset:
-        return self.held_out_rows
 
 
 class ReportStages(dpframe.Callback):

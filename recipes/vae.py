@@ -58,21 +58,13 @@ class VAE(dpframe.Task):
         return self.decoder(codes.to(weight)).sigmoid().unflatten(1, (1, SIDE, SIDE))
 
 
-class VAEData(dpframe.DataModule):
+class VAEData(dpframe.DataSets):
     """The packaged digits, without their labels."""
 
     def setup(self) -> None:
         parts = (TensorDataset(part.tensors[0].flatten(1)) for part in read_digits(SIDE))
-        self.train_rows, self.held_out_rows = parts
-
-    def train_dataset(self) -> TensorDataset:
-        return self.train_rows
-
-    def val_dataset(self) -> TensorDataset:
-        return self.held_out_rows
-
-    def test_dataset(self) -> TensorDataset:
-        return self.held_out_rows
+        self.train, self.val = parts
+        self.test = self.val
 
 
 class Draw(dpframe.Callback):

@@ -34,6 +34,9 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_a_mistake_in_its_parts_is_one_line",
+    "test_what_is_no_metric_is_refused_in_one_line",
+    "test_a_batch_is_a_pair_or_has_two_keys",
     "test_so_many_configs_are_kept_however_many_forms_the_points_have",
     "test_a_stretch_of_an_order_does_not_depend_on_where_it_begins",
     "test_an_epoch_begins_without_the_numbers_of_all_its_rows",

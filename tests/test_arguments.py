@@ -210,7 +210,7 @@ OBJECTS = [
     (lambda: trainer(callbacks=EMA()), "Trainer: callbacks=<dpframe.callbacks.averages.EMA objec"),
     (lambda: trainer(callbacks="ema"), "Trainer: callbacks=ema; pass a list of Callbacks"),
     (lambda: trainer(loggers=CSV()), "Trainer: loggers=<dpframe.loggers.csv.CSV object at"),
-    (lambda: trainer(task=Rows(), data=Small()), "Trainer: data=Small; pass an object of your Dat"),
+    (lambda: trainer(task=Rows(), data=Small()), "Trainer: data=Small; pass a data set, e.g. Ten"),
     (lambda: Trainer(Small(), Rows(), seed=None), "seed=null is nothing; use a whole number"),
     (lambda: Trainer(Small(), Rows(), seed=1.5), "seed=1.5 is a fraction; use a whole number"),
     (lambda: Trainer(Small(), Rows(), seed=-1), "seed=-1 is out of range; use 0 to 2**63 - 1"),

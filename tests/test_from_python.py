@@ -16,7 +16,7 @@ import pytest
 import torch
 from forked import fresh
 from small import Hooks, Listed, Rows, Small, fitted, heavy, is_same, trainer
-from torch.utils.data import random_split
+from torch.utils.data import DataLoader, random_split
 
 import dpframe.callbacks.display
 from dpframe import (
@@ -48,6 +48,7 @@ from dpframe.trainer.compute.placement import (
 from dpframe.trainer.ranks import sendable
 
 ONCE = TrainerSettings(max_epochs=1)
+NAMES = ("a/loss", "a/mae", "loss", "mae")
 FD_SETSIZE = 1024  # select(2) takes no file of this number or a higher one
 
 
@@ -97,6 +98,12 @@ def test_data_parallel_needs_no_call_but_fit():
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+DATA = (
+    "pass a data set, e.g. TensorDataset(x, y), a DataLoader, a dict of these by name, or an "
+    "object of your DataModule"
+)
+
+
 class Staged(Rows):
     def setup(self, stage):
         raise AssertionError("it is called")
@@ -107,8 +114,18 @@ class Staged(Rows):
     [
         ({"task": torch.nn.Linear(1, 1)}, "Trainer: task=Linear(in_features=1, out_features=1, "
             "bias=True); pass an object of your Task"),
-        ({"data": [1]}, "Trainer: data=[1]; pass an object of your DataModule, which may return "
-            "DataLoaders"),
+        ({"data": 1}, f"Trainer: data=1; {DATA}"),
+        ({"data": None}, f"Trainer: data=None; {DATA}"),
+        ({"data": torch.ones(2)}, f"Trainer: data=tensor([1., 1.]); {DATA}"),
+        ({"data": Small}, f"Trainer: data=<class 'small.Small'>; {DATA}"),
+        ({"data": [1], "test": {"a": [2], "b": "c"}},
+            f"Trainer: test={{'a': [2], 'b': 'c'}}; {DATA}"),
+        ({"val": [1]}, "Trainer: val beside Rows, a DataModule, which says that itself; leave it "
+            "out"),
+        ({"batch_size": 2}, "Trainer: batch_size beside Rows, a DataModule, which says that "
+            "itself; leave it out"),
+        ({"data": DataLoader([1]), "batch_size": 2}, "Trainer: batch_size is that of the "
+            "DataLoader; leave it out"),
         ({"strategy": 2}, 'Trainer: strategy=2; pass e.g. "ddp", or DataParallel(2)'),
         ({"settings": {"max_epochs": 2}}, "Trainer: settings={'max_epochs': 2}; pass "
             "TrainerSettings(KEY=VALUE)"),
@@ -121,6 +138,25 @@ def test_parts_of_another_kind_are_refused_in_one_line(parts, said):
     with pytest.raises(UserError) as caught:
         Trainer(**{"task": Small(), "data": Rows(), **parts})
     assert str(caught.value) == said
+
+
+def test_data_sets_train_and_are_measured_as_their_datamodule_does():
+    data = Rows()
+    metrics, predictions = [], []
+    for given in ({"data": data}, {"data": data.train, "val": data.held_out, "batch_size": 4}):
+        torch.manual_seed(0)
+        held_out = {} if given["data"] is data else {"test": data.held_out}
+        made = Trainer(Small(), **given, **held_out, settings=ONCE)
+        made.fit()
+        metrics.append(dict(made.test()))
+        predictions.append(made.predict().joined())
+    assert metrics[0] == metrics[1] and is_same(*predictions)
+    alone = Trainer(made.task, test={"a": data.held_out}, predict=[*data.train], settings=ONCE)
+    of_fit = {f"test/{name}": metrics[0][f"test/{name.rpartition('/')[2]}"] for name in NAMES}
+    assert alone.test() == pytest.approx(of_fit, rel=1e-6)  # of batches of 32 rows
+    assert len(alone.predict().joined()) == 20
+    with pytest.raises(UserError, match=r"^DataSets\.train_dataset\(\) returned None; return"):
+        alone.fit()
 
 
 class Losses(Callback):

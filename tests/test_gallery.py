@@ -404,9 +404,9 @@ def test_answers_are_signed_where_they_are_wrong():
 
 
 def test_multilabel_without_torchmetrics_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchmetrics.classification", None)
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
     with pytest.raises(UserError, match=r"needs torchmetrics; pip install 'dpframe\[metrics\]'"):
-        multilabel.Multilabel(torch.optim.Adam)
+        trained("multilabel", "trainer.max_epochs=1")
 
 
 # transfer

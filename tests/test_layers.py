@@ -21,6 +21,8 @@ FLOORS = {
     "trainer": 2,
     "callbacks": 3,
     "task": 1,
+    "named_metrics": 1,
+    "supervised": 1,
     "rows": 1,
     "layers": 1,
     "strategies": 1,

@@ -43,7 +43,7 @@ OF_DATA = {name: inspect.signature(DataModule).parameters[name] for name in OF_E
 """Of every DataModule, whatever its constructor takes."""
 OF_TASK = {
     name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-    for name in ("scale_lr", "schedule")
+    for name in ("metrics", "scale_lr", "schedule")
 }
 MODULES = ("task.module", "data.module")  # of dpframe.lightning
 OF_ALL = {"data": OF_DATA, "task": OF_TASK}

@@ -30,6 +30,7 @@ from dpframe.config.target import find, see_own_folders
 from dpframe.data import DataModule
 from dpframe.errors import UserError, no_super
 from dpframe.loggers import Logger
+from dpframe.named_metrics import NamedMetrics
 from dpframe.schedules import LRSchedule, is_ours
 from dpframe.strategies import Strategy
 from dpframe.task import Task
@@ -62,7 +63,10 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
     node, options = _split_options(node, where)
     part = _build(node, where)
     for name, value in options.items():
-        setattr(part, ATTRIBUTES.get(name, name), _build(value, f"{where}.{name}"))
+        made = _build(value, f"{where}.{name}")
+        if name == "metrics":
+            made = NamedMetrics(made)
+        setattr(part, ATTRIBUTES.get(name, name), made)
     if kind is not None and not isinstance(part, kind):
         raise UserError(
             f"{where}._target_={node['_target_']} returned a {type(part).__name__}, "
@@ -73,6 +77,8 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
 
 def _split_options(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits a node into what its constructor takes and the keys of `OF_ALL`, set as attributes."""
+    if where == "task" and node.get("metrics") is None:  # as it is where a recipe says nothing
+        node = {key: value for key, value in node.items() if key != "metrics"}
     if not OF_ALL.get(where, {}).keys() & node.keys():
         return dict(node), {}
     taken = inspect.signature(find(node["_target_"], f"{where}._target_")).parameters

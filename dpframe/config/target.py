@@ -21,6 +21,7 @@ HOMES = (  # of classes that are named without a path
     *("torch.optim", "torch.optim.lr_scheduler", "torch.nn"),
     *("dpframe.callbacks", "dpframe.loggers", "dpframe.strategies"),
 )
+EXTRAS = {"torchmetrics": "metrics"}  # a package, and what brings it
 UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -33,6 +34,8 @@ def find(path: str, where: str) -> Any:
     if target is None:
         if whole := in_full(path):
             raise UserError(f"{given} is no whole path; write {where}={whole}")
+        if extra := EXTRAS.get(parts[0]):
+            raise UserError(f"{given} needs {parts[0]}; pip install 'dpframe[{extra}]'")
         names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]
         raise _unknown(f"{given}: there is no module {parts[0]}", parts[0], names)
     for index, name in enumerate(parts[1:], 1):

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from dpframe.data.loader import Loader as Loader
     from dpframe.data.module import Batch as Batch
     from dpframe.data.module import DataModule as DataModule
+    from dpframe.data.module import DataSets as DataSets
     from dpframe.data.module import Share as Share
     from dpframe.data.module import move as move
     from dpframe.data.module import placed as placed
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Loader": "loader",
-    **dict.fromkeys(("Batch", "DataModule", "Share", "move", "placed"), "module"),
-    **dict.fromkeys(("sets_of", "split"), "module"),
+    **dict.fromkeys(("Batch", "DataModule", "DataSets", "Share"), "module"),
+    **dict.fromkeys(("move", "placed", "sets_of", "split"), "module"),
     **dict.fromkeys(("Rows", "is_tensors"), "reading"),
     "permutation": "order",
 }

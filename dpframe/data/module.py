@@ -128,6 +128,43 @@ class DataModule:
         return default_collate(rows)
 
 
+class DataSets(DataModule):
+    """Data sets that are there already, or that the `setup` of a class below this one makes.
+
+    Each is a Dataset, a DataLoader, a stream, or several by name in a dict. Without one to
+    `predict` on it is the one to `test`.
+    """
+
+    train: Any = None
+    val: Any = None
+    test: Any = None
+    predict: Any = None
+
+    def __init__(
+        self,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        **options: Any,
+    ) -> None:
+        """`options` are the arguments of DataModule, e.g. `batch_size`."""
+        super().__init__(**options)
+        self.train, self.val, self.test, self.predict = train, val, test, predict
+
+    def train_dataset(self) -> Any:
+        return self.train
+
+    def val_dataset(self) -> Any:
+        return self.val
+
+    def test_dataset(self) -> Any:
+        return self.test
+
+    def predict_dataset(self) -> Any:
+        return self.test if self.predict is None else self.predict
+
+
 def sets_of(returned: Any) -> dict[str, Any]:
     """What a DataModule's method returned, by the data sets' names; one alone has the name ""."""
     return returned if isinstance(returned, dict) else {"": returned}

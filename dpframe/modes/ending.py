@@ -12,6 +12,7 @@ from typing import Any
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
 from dpframe.config.earlier_run import must_be_typed
+from dpframe.data import DataSets
 from dpframe.errors import Failure, UserError
 from dpframe.launch import environment
 from dpframe.launch.rank import has_parent
@@ -73,7 +74,9 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
     rows = [("best", f"{when}: {name} {value:.6g}") for name, value in summary["best"].items()]
     rows.append(("run", summary["directory"]))
     if summary["checkpoint"] is not None:
-        if trainer.data.has_own("test_dataset"):
+        data = trainer.data
+        is_left_out = isinstance(data, DataSets) and data.test_dataset() is None
+        if data.has_own("test_dataset") and not is_left_out:
             rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
         longer = _longer(job, summary)
         schedulers = [update.scheduler for update in trainer.updates.values()]

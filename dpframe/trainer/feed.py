@@ -73,7 +73,6 @@ class TrainingData:
         source = sources.get("") or together(sources, data)
         source = _by_rank(source, strategy, settings, seed, trains=True)
         train = _loader(source, strategy, settings, seed=seed, piece=settings.micro_batch)
-        has_validation = _returned("val", data) is not None
         batches = train.batches
         if batches == 0:
             raise UserError(
@@ -95,7 +94,7 @@ class TrainingData:
             _cut(source, strategy, settings),
             settings.accumulate,
             type(data).__name__,
-            evaluated("val", data, strategy, settings, seed=seed) if has_validation else {},
+            evaluated("val", data, strategy, settings, seed=seed, may_be_none=True),
             batches,
             limit,
             steps,
@@ -169,7 +168,13 @@ class TrainingData:
 
 
 def evaluated(
-    kind: str, data: DataModule, strategy: Strategy, settings: TrainerSettings, *, seed: int
+    kind: str,
+    data: DataModule,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    *,
+    seed: int,
+    may_be_none: bool = False,
 ) -> dict[str, Loader]:
     """The loader of each `val`, `test` or `predict` data set by its name."""
     return {
@@ -180,7 +185,7 @@ def evaluated(
             seed=seed,
             refuses_copies=kind == "predict",
         )
-        for name, source in _sources(kind, data).items()
+        for name, source in _sources(kind, data, may_be_none=may_be_none).items()
     }
 
 
@@ -238,9 +243,11 @@ def _by_rank(
     return replace(source, dataset=own)
 
 
-def _sources(kind: str, data: DataModule) -> dict[str, Source]:
+def _sources(kind: str, data: DataModule, *, may_be_none: bool = False) -> dict[str, Source]:
     """The data sets by their names; one alone has the name ""."""
     returned: Any = _returned(kind, data)
+    if returned is None and may_be_none:
+        return {}
     method = f"{type(data).__name__}.{METHODS[kind]}()"
     # In training not e.g. a DatasetDict of Hugging Face, in which the test set is, too.
     is_dict = type(returned) is dict if kind == "train" else isinstance(returned, dict)

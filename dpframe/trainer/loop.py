@@ -30,13 +30,7 @@ from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.predictions import Predictions
-from dpframe.trainer.prepare import (
-    Training,
-    look_again,
-    make_evaluations,
-    make_training,
-    told,
-)
+from dpframe.trainer.prepare import Training, look_again, make_evaluations, make_training, told
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, begun
@@ -67,8 +61,12 @@ class Trainer(CallbackView):
     def __init__(
         self,
         task: Task,
-        data: DataModule,
+        data: DataModule | Any = None,
+        val: Any = None,
         *,
+        test: Any = None,
+        predict: Any = None,
+        batch_size: int | None = None,
         strategy: Strategy | str | None = None,
         settings: TrainerSettings | None = None,
         callbacks: Iterable[Callback] = (),
@@ -79,11 +77,13 @@ class Trainer(CallbackView):
         show_progress: bool | None = None,
         **more: Unpack[SettingsByName],
     ) -> None:
-        """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
+        """`data` is a DataModule, or the data set or DataLoader to train on; several are a dict.
+        `strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
         itself. `show_progress`: None shows it on a terminal and in a notebook, False nowhere."""
         callbacks, loggers = arguments.lists_of(callbacks, loggers)
-        arguments.check(task, data, strategy, settings, callbacks, run, seed)
+        given = arguments.Sets(data, val, test, predict, batch_size)
+        data = arguments.check(task, given, strategy, settings, callbacks, run, seed)
         if show_progress is not False:
             from dpframe.callbacks.display import display
 

@@ -15,10 +15,12 @@ from dpframe.data.module import mapped
 from dpframe.data.reading import noted
 from dpframe.errors import UserError
 from dpframe.metrics import is_number
+from dpframe.named_metrics import NamedMetrics
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.share_metrics import SHARES, ShareMetrics, joined
 
+EVALUATED = {"val": "validation_step", "test": "test_step"}
 LONGEST = 100  # of a row that becomes numbers, and of the sides of a matrix that becomes a table
 log = logging.getLogger("dpframe")
 States = dict[str, Any]
@@ -38,6 +40,8 @@ class TaskMetrics:
     def __init__(self, task: Task, strategy: Strategy) -> None:
         self._task = type(task).__name__
         self._adapter, self._kept = task.adapter, task.adapter.kept_metrics
+        named = [part for part in task.children() if isinstance(part, NamedMetrics)]
+        self._named_metrics = next(iter(named), None)  # task.metrics
         self._strategy = strategy
         self.tables: list[Table] = []  # results that are still to be logged
         self._metrics: dict[str, Any] = {}
@@ -156,9 +160,12 @@ class TaskMetrics:
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
-        if not self._metrics and not self._adapter.ends_passes:
+        if not self._metrics and not self._adapter.ends_passes and not self._named_metrics:
             return {}
         computed, results = self._results() if self._metrics else ([], [])
+        if self._named_metrics is not None and kind in EVALUATED:
+            by_step = f"{self._task}.{EVALUATED[kind]}"
+            self._named_metrics.refuse_unmeasured(by_step, [*means, *(name for name, _ in results)])
         named, more = self._named(kind, results, means) if results else {}, {}
         if self._adapter.ends_passes and "/" not in kind:  # that is one of several data sets
             with self._whole():

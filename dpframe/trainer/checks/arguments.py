@@ -3,9 +3,12 @@
 import inspect
 from collections.abc import Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-from dpframe.data import DataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpframe.data import DataModule, DataSets
 from dpframe.errors import UserError, miscalled, nearest, no_super
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
@@ -82,12 +85,23 @@ def lists_of(callbacks: Any, loggers: Any) -> tuple[list[Any], list[Any]]:
     return _list_of("callbacks", callbacks, Callback), _list_of("loggers", loggers, Logger)
 
 
+class Sets(NamedTuple):
+    """The data of a Trainer: a DataModule, or data sets and the rows of a batch of theirs."""
+
+    data: Any
+    val: Any
+    test: Any
+    predict: Any
+    batch_size: Any
+
+
 def check(
-    task: Any, data: Any, strategy: Any, settings: Any, callbacks: list[Any], run: Any, seed: Any
-) -> None:
+    task: Any, sets: Sets, strategy: Any, settings: Any, callbacks: list[Any], run: Any, seed: Any
+) -> DataModule:
+    """Returns the DataModule, which is made here of data sets."""
     check_seed(seed)
+    data = _module_of(sets)
     parts: list[tuple[str, Any, Any, str]] = [
-        ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
         ("task", task, Task, "an object of your Task"),
         ("strategy", strategy, Strategy | str | None, 'e.g. "ddp", or DataParallel(2)'),
         ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
@@ -116,6 +130,36 @@ def check(
         )
     for part in (task, data, *callbacks):
         _refuse_uncalled(part)
+    return data
+
+
+def _module_of(sets: Sets) -> DataModule:
+    beside = {name: value for name, value in sets._asdict().items() if value is not None}
+    if isinstance(data := beside.pop("data", None), DataModule):
+        for name in beside:
+            raise UserError(
+                f"Trainer: {name} beside {type(data).__name__}, a DataModule, which says that "
+                "itself; leave it out"
+            )
+        return data
+    size = beside.pop("batch_size", None)
+    if size is not None and isinstance(data, DataLoader):
+        raise UserError("Trainer: batch_size is that of the DataLoader; leave it out")
+    for name, value in (("data", data), *beside.items()):
+        given = value.values() if isinstance(value, dict) else [value]
+        if not all(map(_is_set, given)) and (value is not None or not beside):
+            raise _misfit(
+                name,
+                value,
+                "a data set, e.g. TensorDataset(x, y), a DataLoader, a dict of these by name, or "
+                "an object of your DataModule",
+            )
+    return DataSets(data, **beside, **({} if size is None else {"batch_size": size}))
+
+
+def _is_set(value: Any) -> bool:
+    is_other = isinstance(value, str | tuple | Tensor | type)
+    return not is_other and any(hasattr(type(value), way) for way in ("__getitem__", "__iter__"))
 
 
 def _list_of(name: str, parts: Any, kind: type) -> list[Any]:

@@ -24,7 +24,7 @@ MANY = 100  # entries, of which one number is made at once, e.g. of a vocabulary
 NO_REFERENCES = 2  # a version of marshal: later ones depend on who else has an object
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
 DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"
-OF_TASKS = OF_MODULES | {*vars(Task()), *vars(Task)}
+OF_TASKS = OF_MODULES | ({*vars(Task()), *vars(Task)} - {"metrics"})  # a task may have its own
 log = logging.getLogger("dpframe")
 
 

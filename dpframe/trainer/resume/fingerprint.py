@@ -79,10 +79,11 @@ def fingerprint(
         facts |= update.kinds()
         make = task.make_schedulers.get(update.name, task.make_scheduler)
         facts |= _of_schedule(update, make, config if "task" in run.config else {})
-    if hasattr(feed.dataset, "__len__"):
-        facts["rows to train on"] = len(feed.dataset)
-    if isinstance(feed.dataset, Several):
-        facts["the data"] = feed.dataset.described()
+    dataset = source.dataset
+    if hasattr(dataset, "__len__"):
+        facts["rows to train on"] = len(dataset)
+    if isinstance(dataset, Several):
+        facts["the data"] = dataset.described()
     if feed.train.division is not None:
         facts["the stream"] = feed.train.division.described()
     if feed.train.rows.is_stream:  # whose collate draws other random numbers in a worker
