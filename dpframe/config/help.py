@@ -62,12 +62,14 @@ options
 TASK = """\
 task: a recipe's nn.Module, with its loss and optimizer (docs/tasks.md has more)
   Task(net, optimizer, scheduler)     a class with other arguments hands these on
+  dpframe.Supervised     a task without a class: net, loss, optimizer, metrics
   training_step(batch)     returns {"loss": mean over rows, **metrics}
   validation_step(batch), test_step(batch)     by default what training_step returns
   predict_step(batch)      a tensor with a row for each, of mode=predict and mode=export
   configure_optimizer()    by default from what the constructor got
 keys, beside those that its class takes
   task.optimizer._target_=torch.optim.AdamW, task.optimizer.lr=0.001     and what else it takes
+  'task.metrics={r2:{_target_:torchmetrics.R2Score}}'     for tasks that measure them: val/r2
   task/schedule=warmup_cosine     a learning rate that rises and falls; --help task/schedule
 """
 
