@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
+from dpframe.data import Batch, DataModule, DataSets, Loader, Rows, Share, sets_of
 from dpframe.data.batches import Batches
 from dpframe.data.divided import ByRank, OwnRows, are_alike, unlike
 from dpframe.data.input import dataset_of
@@ -276,6 +276,9 @@ def _sources(kind: str, data: DataModule, *, may_be_none: bool = False) -> dict[
 
 
 def _no_dataset(kind: str, data: DataModule, label: str) -> UserError:
+    if isinstance(data, DataSets):
+        key = "test" if kind == "predict" else kind
+        return UserError(f"{label} returned None; set data.{key}, or pass it to the Trainer")
     if kind not in INSTEAD:
         return UserError(f"{label} returned None; return a data set")
     if any(map(data.has_own, ("test_dataset", METHODS[kind]))):
