@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from textwrap import dedent
+from typing import Any
 
+import faults
 import pytest
 import torch
 from fakecuda import build, operators
@@ -21,6 +24,7 @@ from recorded import once
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
+FAULTS = faults.known("gpu")
 WAITS = """
     side = torch.cuda.Stream()
     x = torch.ones(1000, device="cuda")
@@ -250,9 +254,9 @@ def found() -> dict[str, list[str]]:
     return {**child([forks[0]]), **child([*others, *forks[1:]])}
 
 
-def child(codes: list[tuple[str, str]], script: str = CHILD, *words: str) -> dict[str, list[str]]:
+def child(codes: list[tuple[str, Any]], script: str = CHILD) -> dict[str, list[str]]:
     done = subprocess.run(
-        [sys.executable, str(HERE / "fakecuda"), "2", "-c", script, *words],
+        [sys.executable, str(HERE / "fakecuda"), "2", "-c", script],
         input=json.dumps(codes),
         capture_output=True,
         text=True,
@@ -374,74 +378,16 @@ def test_the_gpus_are_not_bound_to_the_environment_that_they_were_compiled_in():
     assert libraries.encode() not in (build.built() / build.LIBRARY).read_bytes()
 
 
-# Bugs planted in dpframe: where, what, what instead, and the test that notices it on two GPUs
-GPU, SNAPSHOT = "tests/test_gpu.py::", "tests/test_snapshot.py::"
-MUTANTS = {
-    "a copied batch has no record_stream": (
-        "data/prefetch.py",
-        "tensor.record_stream(torch.accelerator.current_stream(tensor.device))",
-        "pass",
-        GPU + "test_resident_and_copied_data_give_the_same_numbers[{}]",
-    ),
-    "a step does not wait for the copy of its batch": (
-        "data/prefetch.py",
-        "torch.accelerator.current_stream(stream.device).wait_event(event)",
-        "pass",
-        GPU + "test_resident_and_copied_data_give_the_same_numbers[{}]",
-    ),
-    "a batch is copied while the host waits": (
-        "data/module.py",
-        "leaf.to(device, of_type, non_blocking=waits_not)",
-        "leaf.to(device, of_type)",
-        GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-"
-        "{'clip_norm': 1.0, 'data_on_device': False}]",
-    ),
-    "the loss is read in each step": (
-        "trainer/checks/loss_guard.py",
-        "self._is_deferred = not (self._skips or strategy.device.type in outputs.READ_AT_ONCE)",
-        "self._is_deferred = False",
-        GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-{}]",
-    ),
-    "a rank does not make its GPU the current one": (
-        "strategies/base.py",
-        "self._current.enter_context(torch.accelerator.device_index(device.index))",
-        "pass",
-        GPU + "test_ranks_take_the_gpus_in_the_order_of_the_list",
-    ),
-    "a snapshot does not wait for the step before it": (
-        "checkpoint/snapshot.py",
-        "side.wait_stream(here)",
-        "pass",
-        SNAPSHOT + "test_memory_that_is_freed_after_a_save_is_in_its_file",
-    ),
-    "a step does not wait for a snapshot": (
-        "checkpoint/snapshot.py",
-        "here.wait_event(done)",
-        "pass",
-        SNAPSHOT + "test_what_changes_a_tensor_at_once_waits_for_its_snapshot",
-    ),
-    "what a snapshot copies is freed under it": (
-        "checkpoint/snapshot.py",
-        "tensor.record_stream(side)",
-        "pass",
-        SNAPSHOT + "test_memory_that_is_freed_after_a_save_is_in_its_file",
-    ),
-    "a checkpoint is written before its copies are there": (
-        "checkpoint/snapshot.py",
-        "event.synchronize()",
-        "pass",
-        SNAPSHOT + "test_a_save_from_a_gpu_makes_the_same_file",
-    ),
-}
+# Bugs planted in dpframe
 
 
 # Each in a fork of one process, which has imported what they import, but for dpframe.
-MUTATED = """
+FORKS = """
 import json, os, sys
 import hydra, pytest, torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp
 import torch.utils.tensorboard, torchmetrics
 done = {}
-for house, test in json.load(sys.stdin):
+for house, tests in json.load(sys.stdin):
     pid = os.fork()
     if not pid:
         os.chdir(house)
@@ -449,7 +395,7 @@ for house, test in json.load(sys.stdin):
         os.dup2(said, 1)
         os.dup2(said, 2)
         sys.path[:0] = [house, house + "/tests"]
-        code = pytest.main(["-q", "-n", "0", "-x", "-p", "no:cacheprovider", test])
+        code = pytest.main(["-q", "-n", "0", "-x", "-p", "no:cacheprovider", *tests])
         sys.stdout.flush()
         os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -460,30 +406,19 @@ json.dump(done, sys.stdout)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[str, list[str]]:
-    """The exit code of pytest on each mutant's test, and what it printed."""
+    """The exit code of pytest with each fault's tests, and what it printed."""
     if reason := build.why_not():
         pytest.skip(reason)
-    houses = {name: str(planted(name, tmp_path_factory.mktemp("house"))) for name in MUTANTS}
-    done = child([(house, MUTANTS[name][-1]) for name, house in houses.items()], MUTATED)
-    return {name: done[house] for name, house in houses.items()}
+    houses = {fault: str(tmp_path_factory.mktemp("house") / "copy") for fault in FAULTS}
+    for fault, house in houses.items():
+        faults.plant(fault, faults.copied(Path(house)))
+    tests = [(house, shlex.split(fault.tests)) for fault, house in houses.items()]
+    done = child(tests, FORKS)
+    return {fault.name: done[house] for fault, house in houses.items()}
 
 
-def planted(name: str, house: Path) -> Path:
-    file, here, instead, _ = MUTANTS[name]
-    for folder in ("dpframe", "tests"):
-        copytree(HERE.parent / folder, house / folder, ignore=ignore_patterns("__pycache__"))
-    for folder in ("conf", "recipes"):
-        (house / "dpframe" / folder).symlink_to(HERE.parent / folder)
-    (house / "pyproject.toml").symlink_to(HERE.parent / "pyproject.toml")
-    path = house / "dpframe" / file
-    text = path.read_text()
-    assert text.count(here) == 1, f"dpframe/{file} has another text; change MUTANTS"
-    path.write_text(text.replace(here, instead))
-    return house
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_bug_that_is_planted_in_dpframe_fails_its_test(name, ended):
-    code, said = ended[name]
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_bug_that_is_planted_in_dpframe_fails_its_test(fault, ended):
+    code, said = ended[fault.name]
     assert code == "1", said
     assert re.search(r"1 failed|violation\(s\)", said), said

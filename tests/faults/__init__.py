@@ -1,43 +1,61 @@
-"""Faults that the tests have to notice: each is a text of the package, and one in its place.
+"""Faults that the tests have to notice: each changes one place in a function of the package.
 
-They are in faults.toml. A text is searched in the whole package, so that code may move.
+They are in faults.toml; mutation.py says how a place is found.
 """
 
 import shutil
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from faults.mutation import CanNotPlant, mutated
 
 LIST = Path(__file__).with_name("faults.toml")
 ROOT = LIST.parents[2]
-LEFT_OUT = (".*", "build", "dist", "outputs", "multirun", "site", "__pycache__", "*.egg-info")
+LEFT_OUT = (".*", "build", "dist", "outputs", "multirun", "site", "*.egg-info")
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Fault:
     name: str
-    room: str  # trainer, strategies, checkpoint or launch
-    old: str
-    new: str
+    room: str  # trainer, strategies, checkpoint, launch or gpu
+    at: str  # the module within dpframe, a colon, and the function's qualified name
+    operator: str
+    given: str
+    by: str = ""
     tests: str  # what pytest is given
 
 
-def known() -> list[Fault]:
-    return [Fault(**each) for each in tomllib.loads(LIST.read_text())["fault"]]
+def known(room: str = "") -> list[Fault]:
+    faults = [_read(**each) for each in tomllib.loads(LIST.read_text())["fault"]]
+    return [fault for fault in faults if room in ("", fault.room)]
 
 
-def places(fault: Fault, root: Path = ROOT) -> list[Path]:
-    """The files that have the text, each as often as it is there: for a fault there is one."""
-    files = sorted((root / "dpframe").rglob("*.py"))
-    return [path for path in files for _ in range(path.read_text().count(fault.old))]
+def _read(*, name: str, room: str, at: str, tests: str, by: str = "", **operators: str) -> Fault:
+    ((operator, given),) = operators.items()
+    return Fault(name=name, room=room, at=at, operator=operator, given=given, by=by, tests=tests)
+
+
+def planted(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
+    """The file, and what it then is; raises CanNotPlant."""
+    module, _, function = fault.at.partition(":")
+    path = root / "dpframe" / f"{module.replace('.', '/')}.py"
+    try:
+        source = path.read_text()
+        return path, mutated(source, function, fault.operator, fault.given, fault.by)
+    except (CanNotPlant, FileNotFoundError) as error:
+        why = error if isinstance(error, CanNotPlant) else "is no module"
+        raise CanNotPlant(
+            f"{fault.name}: at {fault.at}: {why}; faults.toml follows the code"
+        ) from None
 
 
 def copied(target: Path) -> Path:
-    """What the tests need of the working tree."""
+    """What the tests need of the working tree, and what is compiled of it."""
     return shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
 
 
-def plant(fault: Fault, root: Path) -> Path:
-    """Into a copy; returns the changed file."""
-    (path,) = places(fault, root)
-    path.write_text(path.read_text().replace(fault.old, fault.new))
-    return path
+def plant(fault: Fault, root: Path) -> None:
+    """Into a copy."""
+    path, text = planted(fault, root)
+    path.write_text(text)

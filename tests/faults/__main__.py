@@ -1,9 +1,9 @@
 """`python tests/faults` plants faults one by one and says which the tests notice.
 
 Each is planted into a copy of the working tree, where the tests that should notice it run up to
-the first that fails. `--list` names the faults, `--only TEXT` takes those of a name or a room, and
-`--without` runs the same tests with nothing planted, to see that it is the faults that they notice.
-All of them take half an hour on a quiet core.
+the first that fails; those of the room `gpu` have two fake ones. `--list` names the faults, `--only
+TEXT` takes those of a name or a room, and `--without` runs the same tests with nothing planted, to
+see that it is the faults that they notice. All of them take half an hour on a quiet core.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conftest import PR_SET_CHILD_SUBREAPER, descendants  # noqa: E402
 
-from faults import Fault, copied, known, places, plant  # noqa: E402
+from faults import CanNotPlant, Fault, copied, known, plant  # noqa: E402
 
 SECONDS = 150  # of all tests of a fault; one that hangs is ended by then, and so noticed
 TEST_SECONDS = 100
@@ -56,21 +56,22 @@ def _arguments() -> argparse.Namespace:
 
 
 def _tried(fault: Fault, *, is_planted: bool) -> str:
-    if len(places(fault)) != 1:
-        return f"can not be planted: its text is there {len(places(fault))} times"
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         root = copied(Path(folder) / "copy")
-        if is_planted:
-            plant(fault, root)
         try:
+            if is_planted:
+                plant(fault, root)
             return _tested(fault, root)
+        except CanNotPlant as error:
+            return f"can not be planted: {error}"
         finally:
             _end_all()
 
 
 def _tested(fault: Fault, root: Path) -> str:
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
-    command = [sys.executable, "-m", "pytest", *options, *shlex.split(fault.tests)]
+    on_gpus = [str(root / "tests/fakecuda"), "2"] if fault.room == "gpu" else []
+    command = [sys.executable, *on_gpus, "-m", "pytest", *options, *shlex.split(fault.tests)]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     with (root / "said").open("w") as said:
