@@ -4,14 +4,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from small import Listed
+from small import Given, Listed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpframe import DataModule, Task
+from dpframe import Task
 from dpframe.callbacks import EMA
 
 ROWS, SIZE = 15, 4  # three replicas have 2, 2 and 0 rows, and in the last batch 1 each
@@ -219,20 +219,6 @@ def padded(rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [pad_sequence(list(each), batch_first=True) for each in zip(*rows, strict=True)]
 
 
-class Data(DataModule):
-    def __init__(self, make: Any) -> None:
-        super().__init__(SIZE)
-        self.make = make
-        if make is ragged:
-            self.collate = padded
-
-    def train_dataset(self) -> Any:
-        return self.make()
-
-    def val_dataset(self) -> Any:
-        return self.make()
-
-
 def resnet() -> nn.Module:
     return nn.Sequential(
         ConvNorm(3, 4), BasicBlock(4, 4, 1), BasicBlock(4, 6, 2), nn.AdaptiveAvgPool2d(1),
@@ -366,6 +352,9 @@ OPTIMIZERS = {"lbfgs": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)}
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-def case_of(name: str) -> tuple[Task, Data]:
+def case_of(name: str) -> tuple[Task, Given]:
     task, net, data = (NETS | USES | ALONE)[name]
-    return task(net(), OPTIMIZERS.get(name, OPTIMIZER)), Data(data)
+    given = Given(data, data, SIZE)
+    if data is ragged:
+        given.collate = padded
+    return task(net(), OPTIMIZERS.get(name, OPTIMIZER)), given

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from forked import on
-from small import SGD, fitted
+from small import SGD, Given, fitted
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -195,7 +195,7 @@ class Network:
         settings = {"max_epochs": 1, "precision": "64", "exact_layers": True, **self.settings}
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, 1))
         task = Fit(net, partial(SGD, momentum=0.9))
-        made = fitted(task, Data(*self.sizes), strategy=strategy, **settings)
+        made = fitted(task, data(*self.sizes), strategy=strategy, **settings)
         state = task.state_dict()
         state = strategy.sharding.whole(state)
         has = {key: t.double() for key, t in state.items() if t is not None}  # of the main rank
@@ -208,18 +208,9 @@ class Fit(Task):
         return {"loss": (self.net(x).mean(1) - y).square().mean()}
 
 
-class Data(DataModule):
-    def __init__(self, rows: int, batch_size: int) -> None:
-        super().__init__(batch_size)
-        draw = torch.Generator().manual_seed(rows)
-        x = torch.randn(rows, WORDS, WIDTH, generator=draw)
-        self.rows = TensorDataset(x, x.sum((1, 2))[:, None])
-
-    def train_dataset(self) -> Any:
-        return self.rows
-
-    def val_dataset(self) -> None:
-        return None
+def data(rows: int, batch_size: int) -> DataModule:
+    x = torch.randn(rows, WORDS, WIDTH, generator=torch.Generator().manual_seed(rows))
+    return Given(TensorDataset(x, x.sum((1, 2))[:, None]), batch_size=batch_size)
 
 
 def results(strategy: Strategy, seeds: Sequence[str]) -> list[Any]:

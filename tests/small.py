@@ -11,6 +11,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks import progress as bar
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 from dpframe.trainer import RunInfo, calendar, feed, progress, recorder
 from dpframe.trainer.callback import HOOKS
 
@@ -20,10 +23,15 @@ Adam = partial(torch.optim.Adam, lr=0.01)
 
 class Small(Task):
     def __init__(
-        self, optimizer: Any = SGD, scheduler: Any = None, *, dropout: float = 0.0, width: int = 8
+        self,
+        optimizer: Any = SGD,
+        scheduler: Any = None,
+        *,
+        dropout: float = 0.0,
+        width: int = 8,
+        net: nn.Module | None = None,
     ) -> None:
-        layers = nn.Linear(3, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 1)
-        super().__init__(nn.Sequential(*layers), optimizer, scheduler)
+        super().__init__(net or _net(dropout, width), optimizer, scheduler)
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         x, y = batch
@@ -32,6 +40,11 @@ class Small(Task):
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
         return self.net(batch[0])
+
+
+def _net(dropout: float, width: int) -> nn.Module:
+    layers = nn.Linear(3, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 1)
+    return nn.Sequential(*layers)
 
 
 def heavy(module: nn.Module) -> Any:
@@ -76,6 +89,24 @@ class Rows(DataModule):
 
     def test_dataset(self) -> Dataset:
         return self.held_out
+
+
+class Given(DataModule):
+    """Data sets as they are; a function is called each time that its data set is asked for."""
+
+    def __init__(
+        self, train: Any, val: Any = None, batch_size: int = 4, workers: Any = 0, **options: Any
+    ) -> None:
+        super().__init__(batch_size, workers, **options)
+        self.train, self.val = train, val
+
+    def train_dataset(self) -> Any:
+        return self.train() if callable(self.train) else self.train
+
+    def val_dataset(self) -> Any:
+        return self.val() if callable(self.val) else self.val
+
+    test_dataset = predict_dataset = val_dataset
 
 
 class Listed(Dataset):
@@ -147,6 +178,13 @@ def _noted(hook: str) -> Callable[..., None]:
 
 for _hook in HOOKS:
     setattr(Hooks, _hook, _noted(_hook))
+
+
+def strategy_of(where: str) -> Strategy:
+    """By its name and the number of its replicas, e.g. ddp-2."""
+    name, replicas = where.split("-")
+    kinds = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}
+    return kinds[name](int(replicas), "cpu")
 
 
 def trainer(

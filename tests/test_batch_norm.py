@@ -7,12 +7,12 @@ import pytest
 import torch
 from forked import on
 from recorded import once
-from small import fitted
+from small import Given, Small, fitted
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from dpframe import DataModule, Strategy, Task
+from dpframe import Strategy
 from dpframe.layers.exact import GlobalBatchNorm, convert
 from dpframe.strategies import CPU, DDP, FSDP, DataParallel, SingleGPU
 
@@ -61,25 +61,10 @@ NETS = {
 }
 
 
-class Fit(Task):
-    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        x, y = batch
-        return {"loss": (self.net(x)[:, 0] - y).square().mean()}
-
-
-class Images(DataModule):
-    """Whose mean is a thousand times their deviation."""
-
-    def __init__(self, batch_size: int = SIZE) -> None:
-        super().__init__(batch_size)
-
-    def train_dataset(self) -> Any:
-        generator = torch.Generator().manual_seed(3)
-        x = torch.randn(ROWS, 2, 5, 5, generator=generator).double()
-        return TensorDataset(x + 10 * x.mean(dim=(2, 3), keepdim=True), x.sum(dim=(1, 2, 3)) / 10)
-
-    def val_dataset(self) -> Any:
-        return self.train_dataset()
+def images() -> TensorDataset:
+    """Their mean is a thousand times their deviation."""
+    x = torch.randn(ROWS, 2, 5, 5, generator=torch.Generator().manual_seed(3)).double()
+    return TensorDataset(x + 10 * x.mean(dim=(2, 3), keepdim=True), x.sum(dim=(1, 2, 3)) / 10)
 
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
@@ -88,11 +73,9 @@ SETTINGS: dict[str, Any] = {"precision": "64", "max_epochs": 2, "batch_norm": "g
 
 def trained(strategy: Strategy, name: str = "2d", **settings: Any) -> tuple[Any, Any, str]:
     """The state, the metrics, and what the banner says."""
-    make = partial(Fit, optimizer=OPTIMIZER)
-    torch.manual_seed(0)
-    made = fitted(
-        make=lambda: make(NETS[name]()), data=Images(), strategy=strategy, **SETTINGS | settings
-    )
+    make = lambda: Small(OPTIMIZER, net=NETS[name]())  # noqa: E731
+    data = Given(images, images, SIZE)
+    made = fitted(make=make, data=data, strategy=strategy, **SETTINGS | settings)
     state = made.whole_state_dict(made.task)
     return {k: v.cpu().double() for k, v in state.items()}, made.metrics, made.training.own
 

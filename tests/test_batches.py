@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import in_turn, on
 from recorded import once, weights, weights_apart
-from small import SGD, Hooks, Small, trainer
+from small import SGD, Given, Hooks, Small, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
@@ -98,20 +98,6 @@ class Data(DataModule):
         return Batches(Loader(*self.make.args[-2:]))
 
     test_dataset = val_dataset
-
-
-class Given(DataModule):
-    def __init__(self, train: Any, val: Any = None) -> None:
-        super().__init__()
-        self.train, self.val = train, val
-
-    def train_dataset(self) -> Any:
-        return self.train
-
-    def val_dataset(self) -> Any:
-        return self.val
-
-    predict_dataset = val_dataset
 
 
 class Shown(Small):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forked import on
-from small import SGD, Small, fitted, trainer
+from small import SGD, Given, Small, fitted, trainer
 from torch import Tensor, distributed
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -109,17 +109,9 @@ class Middle(Part):
         self.rows[:half] = list(zip(*table(), strict=True))[:half]
 
 
-class Data(DataModule):
-    def __init__(self, make: Any, evaluated: Any = None, **options: Any) -> None:
-        super().__init__(BATCH, shuffle=False, **options)
-        self.make = make
-        self.evaluated = evaluated or partial(TensorDataset, *table())
-
-    def train_dataset(self) -> Any:
-        return self.make()
-
-    def val_dataset(self) -> Dataset:
-        return self.evaluated()
+def given(make: Any, evaluated: Any = None, **options: Any) -> DataModule:
+    evaluated = evaluated or partial(TensorDataset, *table())
+    return Given(make, evaluated, BATCH, shuffle=False, **options)
 
 
 KINDS = {
@@ -138,7 +130,7 @@ def test_a_number_of_a_column_is_looked_at_as_any_other():
 
 def refused(strategy: Strategy, make: Any) -> str:
     with pytest.raises(UserError) as refusal:
-        fitted(Small(), Data(make), strategy=strategy, max_steps=1)
+        fitted(Small(), given(make), strategy=strategy, max_steps=1)
     return str(refusal.value)
 
 
@@ -146,16 +138,16 @@ def refused(strategy: Strategy, make: Any) -> str:
 def test_rows_of_which_each_process_has_a_part_are_refused_in_one_line(kind):
     make, how = KINDS[kind]
     said = on(DDP(3, "cpu"), refused, make)
-    assert said.startswith(f"Data.train_dataset() gives {how}, and dpframe divides each batch")
+    assert said.startswith(f"Given.train_dataset() gives {how}, and dpframe divides each batch")
     assert "set data.divided=by_rank where each has its own" in said
 
 
 def as_they_are(strategy: Strategy) -> list[int]:
     counts = []
-    for data in (Data(Noisy), Data(Part, divided="by_rank"), Data(Stream, divided="by_rank")):
+    for data in (given(Noisy), given(Part, divided="by_rank"), given(Stream, divided="by_rank")):
         made = fitted(Small(), data, strategy=strategy, max_epochs=1)
         counts.append(made.progress.rows_seen)
-    made = trainer(Small(), Data(Stream), strategy=strategy, share_check="off", max_epochs=1)
+    made = trainer(Small(), given(Stream), strategy=strategy, share_check="off", max_epochs=1)
     made.fit()
     return [*counts, made.progress.rows_seen]
 
@@ -172,7 +164,7 @@ def seen_by_all(strategy: Strategy) -> tuple[list[int], list[str]]:
     logging.getLogger("dpframe").addHandler(handler)
     counts = []
     for make in (Augmented, Headed, partial(TensorDataset, *table())):
-        data = Data(make, divided="by_rank")
+        data = given(make, divided="by_rank")
         counts.append(fitted(Small(), data, strategy=strategy, max_epochs=1).progress.rows_seen)
     return counts, lines
 
@@ -184,7 +176,7 @@ def test_training_data_that_are_said_to_be_divided_are_read_so_however_they_begi
     assert said == [
         f"data.divided=by_rank, and the rows of {name} that were looked at are the same on all "
         "ranks: leave it out if each process has all rows, which are read once for each rank now"
-        for name in ("Data.train_dataset()", "Data.train_dataset()")
+        for name in ("Given.train_dataset()", "Given.train_dataset()")
     ]
 
 
@@ -193,11 +185,11 @@ def evaluated(strategy: Strategy) -> list[Any]:
     measured: list[Any] = []
     for make in (Augmented, Stream, Middle, partial(Whole, 0)):
         torch.manual_seed(0)
-        data = Data(Part, make, divided="by_rank")
+        data = given(Part, make, divided="by_rank")
         made = trainer(Small(), data, strategy=strategy, precision="64")
         measured.append(made.validate()["val/loss"])
     with pytest.raises(UserError) as refusal:
-        data = Data(Part, partial(Whole, 5), divided="by_rank")
+        data = given(Part, partial(Whole, 5), divided="by_rank")
         trainer(Small(), data, strategy=strategy).validate()
     return [*measured, str(refusal.value)]
 
@@ -219,7 +211,7 @@ def test_data_to_validate_on_are_by_rank_unless_they_are_alike_in_all_processes(
 
 def trained(strategy: Strategy, make: Any) -> Any:
     torch.manual_seed(0)
-    data = Data(make, divided="by_rank")
+    data = given(make, divided="by_rank")
     made = fitted(Small(), data, strategy=strategy, max_epochs=1, precision="64")
     return made.task.state_dict(), made.metrics, made.feed.train.how
 
@@ -247,7 +239,7 @@ def test_parts_train_as_a_loop_by_hand_over_what_meets_in_a_batch(make):
 
 def test_another_value_is_one_line():
     with pytest.raises(UserError, match="data.divided=rank is text; use by_rank or null"):
-        fitted(Small(), Data(Noisy, divided="rank"))
+        fitted(Small(), given(Noisy, divided="rank"))
 
 
 class Sharded(ShardedStream):
@@ -260,7 +252,7 @@ class Sharded(ShardedStream):
 
 def refusal(strategy: Strategy) -> list[str]:
     said = []
-    for data in (Data(Sharded, divide_streams=True), Data(Part, divided="by_rank")):
+    for data in (given(Sharded, divide_streams=True), given(Part, divided="by_rank")):
         data.batch_size = 4
         with pytest.raises(UserError) as caught:
             trainer(data=data, strategy=strategy, share_check="off").fit()

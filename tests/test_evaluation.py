@@ -14,7 +14,7 @@ import small
 import torch
 from forked import fresh, on
 from recorded import once
-from small import Hooks, Listed, Small, Stream, fitted, is_same
+from small import Hooks, Listed, Small, Stream, fitted, is_same, strategy_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -99,9 +99,7 @@ def results_on(strategy: Strategy) -> dict[tuple[str, int], Any]:
 
 @once
 def results(where: str) -> dict[tuple[str, int], Any]:
-    name, replicas = where.split("-")
-    kind = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}[name]
-    return on(kind(int(replicas), "cpu"), results_on)
+    return on(strategy_of(where), results_on)
 
 
 @pytest.mark.parametrize("kind", SIZES)

@@ -10,10 +10,10 @@ import torch
 from exact_nets import NETS, SETTINGS_OF, USES, case_of
 from forked import fresh, on
 from recorded import once
-from small import Hooks, fitted
+from small import Given, Hooks, fitted
 from torch.utils.data import TensorDataset
 
-from dpframe import DataModule, Strategy, Task, UserError
+from dpframe import Strategy, Task, UserError
 from dpframe.strategies import CPU, DDP, FSDP, DataParallel
 
 EXACT = 1e-10
@@ -204,13 +204,9 @@ class Classifies(Task):
         return {"loss": torch.nn.functional.cross_entropy(self.net(x), y)}
 
 
-class Photos(DataModule):
-    def train_dataset(self) -> Any:
-        x = torch.randn(11, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-        return TensorDataset(x, torch.arange(11) % 4)
-
-    def val_dataset(self) -> None:
-        return None
+def photos() -> TensorDataset:
+    x = torch.randn(11, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, torch.arange(11) % 4)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +225,7 @@ def test_a_model_of_a_library_is_as_in_one_process(library, make):
     def run(strategy: Strategy) -> tuple[Any, Any]:
         torch.manual_seed(0)
         task = Classifies(make(package), partial(torch.optim.SGD, lr=0.001))
-        made = fitted(task, Photos(6), strategy=strategy, **settings)
+        made = fitted(task, Given(photos, batch_size=6), strategy=strategy, **settings)
         return made.task.state_dict(), made.metrics
 
     check(*run(DataParallel(2, "cpu")), *run(CPU()))

@@ -19,14 +19,13 @@ import test_strategies
 import torch
 from forked import on
 from recorded import once, weights_apart
-from small import Rows, Small, fitted, is_same, trainer
+from small import Given, Rows, Small, fitted, is_same, trainer
 from test_prefetch import Drawn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     TensorDataset,
     default_collate,
@@ -34,7 +33,6 @@ from torch.utils.data import (
 
 from dpframe import (
     Callback,
-    DataModule,
     Strategy,
     Trainer,
     TrainerSettings,
@@ -157,18 +155,16 @@ def each_row_was_seen_once(results: dict[tuple[str, int], Any]) -> None:
 # Optimizers
 
 
-class Matrices(Small):
+def matrices(optimizer: Any) -> Small:
     """For Muon, which takes nothing else."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.net = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 1, bias=False))
+    layers = nn.Linear(3, 8, bias=False), nn.Linear(8, 1, bias=False)
+    return Small(optimizer, net=nn.Sequential(*layers))
 
 
 OPTIONS = {"LBFGS": {"max_iter": 2}}
 TORCHS = {  # all but SparseAdam: fake GPUs have no sparse tensors
     name: partial(
-        Matrices if name == "Muon" else Small, partial(kind, **OPTIONS.get(name, {}), lr=0.01)
+        matrices if name == "Muon" else Small, partial(kind, **OPTIONS.get(name, {}), lr=0.01)
     )
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, Optimizer)
@@ -517,21 +513,10 @@ def test_resident_and_copied_data_give_the_same_numbers(given):
     assert is_same(outcome(**given), outcome(**given, data_on_device=False))
 
 
-class ByWorkers(DataModule):
-    """The rows of Rows(40), read one by one in two processes."""
-
-    def __init__(self) -> None:
-        super().__init__(6, workers=2)
-
-    def train_dataset(self) -> Any:
-        return [(x, y) for x, y in Rows(40).train]
-
-    def val_dataset(self) -> Any:
-        return [(x, y) for x, y in Rows(40).held_out]
-
-
 def test_rows_from_workers_give_the_numbers_of_tensors():
-    assert is_same(outcome(data=ByWorkers()), outcome(data=Rows(40, 6)))
+    rows = Rows(40, 6)
+    one_by_one = Given([*rows.train], [*rows.held_out], 6, workers=2)
+    assert is_same(outcome(data=one_by_one), outcome(data=rows))
 
 
 @pytest.mark.parametrize("data", [partial(Rows, 40), Drawn])
@@ -732,22 +717,17 @@ class Slow(Small):
         return {"loss": error.square().mean(), "seen": (x + late).double().sum()}
 
 
-class Big(DataModule):
-    """Batches of 3 MB."""
-
-    def __init__(self) -> None:
-        super().__init__(2**18)
-
-    def train_dataset(self) -> Dataset:
-        x = torch.randn(30 * 2**18, 3, generator=torch.Generator().manual_seed(1))
-        return TensorDataset(x, x.sum(1))
+def big() -> TensorDataset:
+    x = torch.randn(30 * 2**18, 3, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1))
 
 
 @pytest.mark.skipif("FAKECUDA" in os.environ, reason="needs a GPU that is slower than its copies")
 def test_no_batch_is_overwritten_while_a_step_reads_it():
     """The copies' memory is used anew: had it not been waited for, a sum would be off."""
+    batches = Given(big, batch_size=2**18)  # of 3 MB
     runs = [
-        outcome(task=Slow, data=Big(), data_on_device=asked, max_epochs=1, log_every=1000)
+        outcome(task=Slow, data=batches, data_on_device=asked, max_epochs=1, log_every=1000)
         for asked in (True, False)
     ]
     assert runs[0]["metrics"]["train/seen"] == runs[1]["metrics"]["train/seen"]

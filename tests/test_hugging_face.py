@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from recorded import weights, weights_apart
-from small import Hooks
+from small import Given, Hooks, fitted
 from torch import Tensor, nn
 
-from dpframe import DataModule, Task, Trainer, TrainerSettings, UserError
+from dpframe import Task, UserError
 from dpframe.data import Loader
 from dpframe.data.stream import Division
 from dpframe.strategies.data_parallel import DataParallel
@@ -65,23 +65,12 @@ class Line(Task):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-class Data(DataModule):
-    def __init__(self, dataset: Any, workers: int = 0, divided: bool = False) -> None:
-        super().__init__(5, workers, divide_streams=divided)
-        self.dataset = dataset
-
-    def train_dataset(self) -> Any:
-        return self.dataset
-
-
 def trained(
     dataset: Any, state: Any = None, *, strategy: Any = None, callbacks: Any = (), **reading: Any
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    settings = TrainerSettings(max_epochs=2, precision="64", threads=1)
-    data = Data(dataset, **reading)
-    made = Trainer(Line(), data, strategy=strategy, settings=settings, callbacks=callbacks)
-    made.fit(state)
+    data, settings = Given(dataset, None, 5, **reading), {"precision": "64", "resume": state}
+    made = fitted(Line(), data, strategy=strategy, callbacks=callbacks, **settings)
     return weights(made.task)
 
 
@@ -130,7 +119,7 @@ def test_a_stream_is_resumed_to_the_bit_even_if_its_state_leaves_out_a_buffer(
 ):
     states: dict[int, Any] = {}
     takes = Hooks(on_step_end=lambda t: states.update({t.global_step: deepcopy(t.state_dict())}))
-    reading = {"workers": workers, "divided": divided}
+    reading = {"workers": workers, "divide_streams": divided}
     whole = trained(stream(shuffled=shuffled), callbacks=[takes], **reading)
     for step in (2, 7):
         for place in states[step]["stream"]:
@@ -143,5 +132,5 @@ def test_all_splits_at_once_are_refused():
     datasets = library()
     with pytest.raises(UserError) as caught:
         trained(datasets.DatasetDict({"train": real(), "test": real()}))
-    line = "Data.train_dataset() returned a DatasetDict of train, test; return one"
+    line = "Given.train_dataset() returned a DatasetDict of train, test; return one"
     assert str(caught.value) == line

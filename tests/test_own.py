@@ -10,7 +10,7 @@ import pytest
 import torch
 from command import attempts, write
 from forked import on
-from small import SGD, Hooks, Rows, fitted, trainer
+from small import SGD, Given, Hooks, Rows, Small, fitted, trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -485,31 +485,20 @@ def test_fsdp_says_what_it_has_not_compared_and_a_strict_check_ends_it_all_the_s
 # What can't be computed at all is refused
 
 
-class Pictures(DataModule):
-    """`rows` of 2x4x4 numbers, in batches of four."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__(4)
-        self.rows = rows
-
-    def train_dataset(self) -> Any:
-        draw = torch.Generator().manual_seed(0)
-        x = torch.randn(self.rows, 2, 4, 4, generator=draw)
-        return TensorDataset(x, x.sum((1, 2, 3)))
+def pictures(rows: int) -> DataModule:
+    """2x4x4 numbers each, in batches of four."""
+    x = torch.randn(rows, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    return Given(TensorDataset(x, x.sum((1, 2, 3))))
 
 
-class Convolved(Task):
-    def __init__(self, *after: nn.Module) -> None:
-        layers = nn.Conv2d(2, 3, 3), *after, nn.Flatten(), nn.LazyLinear(1)
-        super().__init__(nn.Sequential(*layers), SGD)
-        self.net(torch.zeros(2, 2, 4, 4))
-
-    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
-        return {"loss": (self.net(batch[0])[:, 0] - batch[1]).square().mean()}
+def convolved(*after: nn.Module) -> Task:
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), *after, nn.Flatten(), nn.LazyLinear(1))
+    net(torch.zeros(2, 2, 4, 4))
+    return Small(net=net)
 
 
 def normed_rows() -> Task:
-    return Convolved(nn.Flatten(), nn.BatchNorm1d(12))
+    return convolved(nn.Flatten(), nn.BatchNorm1d(12))
 
 
 ONE_ROW = "BatchNorm can't normalise one row, and {} has one; use "
@@ -526,18 +515,18 @@ def test_a_share_of_one_row_under_batch_norm_is_refused_before_the_first_step():
         ({"batch_norm": "global"}, 9, of_a_batch),
     ):
         with pytest.raises(UserError) as refused:
-            own(normed_rows(), Pictures(rows), **settings)
+            own(normed_rows(), pictures(rows), **settings)
         assert str(refused.value) == said
 
 
 def test_one_row_of_several_places_and_one_that_does_not_come_are_not_refused():
-    own(Convolved(nn.BatchNorm2d(3)), Pictures(10))
-    own(Convolved(nn.BatchNorm2d(3)), Pictures(9), strategy=None)
-    own(normed_rows(), Pictures(8))
-    own(normed_rows(), Pictures(10), limit_train_batches=2)
-    own(normed_rows(), Pictures(10), batch_norm="global")
-    own(Convolved(nn.Flatten(), nn.BatchNorm1d(12).eval()), Pictures(9))
-    fitted(normed_rows(), Pictures(10), strategy=TWO(), batch_norm="global", max_epochs=1)
+    own(convolved(nn.BatchNorm2d(3)), pictures(10))
+    own(convolved(nn.BatchNorm2d(3)), pictures(9), strategy=None)
+    own(normed_rows(), pictures(8))
+    own(normed_rows(), pictures(10), limit_train_batches=2)
+    own(normed_rows(), pictures(10), batch_norm="global")
+    own(convolved(nn.Flatten(), nn.BatchNorm1d(12).eval()), pictures(9))
+    fitted(normed_rows(), pictures(10), strategy=TWO(), batch_norm="global", max_epochs=1)
 
 
 class Shards(ShardedStream):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import fitted, is_same, trainer
+from small import Given, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -36,19 +36,10 @@ MOMENTUM: dict[Any, dict[str, Any]] = {
 }
 
 
-class Images(dpframe.DataModule):
-    def __init__(self) -> None:
-        super().__init__(8)
-
-    def train_dataset(self) -> TensorDataset:
-        draw = torch.Generator().manual_seed(0)
-        images = torch.rand(20, 3, 8, 8, generator=draw)
-        return TensorDataset(images, (images.mean((1, 2, 3)) > 0.5).long())
-
-    def val_dataset(self) -> TensorDataset:
-        return self.train_dataset()
-
-    test_dataset = val_dataset
+def images() -> Given:
+    x = torch.rand(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    rows = TensorDataset(x, (x.mean((1, 2, 3)) > 0.5).long())
+    return Given(rows, rows, 8)
 
 
 def is_turned(weight: Tensor) -> bool:
@@ -56,7 +47,7 @@ def is_turned(weight: Tensor) -> bool:
 
 
 def net_of(*more: nn.Module, **settings: Any) -> Any:
-    return trainer(make=lambda: Net(*more), data=Images(), **settings)
+    return trainer(make=lambda: Net(*more), data=images(), **settings)
 
 
 def test_convolutions_alone_are_turned_and_only_where_they_are_told_to_be():
@@ -77,7 +68,7 @@ def test_what_a_convolution_makes_is_turned_though_its_weights_look_alike_either
     """One colour, or kernels of one pixel: only the strides tell, and torch goes by these."""
     task = Net()
     task.net[0] = nn.Conv2d(colours, 8, size)
-    made = trainer(task, Images(), channels_last=True)
+    made = trainer(task, images(), channels_last=True)
     rows = torch.rand(4, colours, 8, 8)
     assert is_turned(task.net[0](rows)) and made.layout == CHANNELS_LAST
 
@@ -85,7 +76,7 @@ def test_what_a_convolution_makes_is_turned_though_its_weights_look_alike_either
 @pytest.mark.parametrize("make", MOMENTUM)
 def test_either_layout_trains_and_predicts_alike(make):
     runs = [
-        fitted(make=partial(Net, make=make), data=Images(), precision="64", channels_last=turned)
+        fitted(make=partial(Net, make=make), data=images(), precision="64", channels_last=turned)
         for turned in (False, True)
     ]
     assert [is_turned(run.task.net[0].weight) for run in runs] == [False, True]
@@ -96,7 +87,7 @@ def test_either_layout_trains_and_predicts_alike(make):
 @pytest.mark.parametrize("make", MOMENTUM)
 @pytest.mark.parametrize("first, then", [(False, True), (True, False), (True, True)])
 def test_a_checkpoint_of_either_layout_is_gone_on_with_in_either(first, then, make):
-    run = partial(fitted, make=partial(Net, make=make), data=Images(), precision="64")
+    run = partial(fitted, make=partial(Net, make=make), data=images(), precision="64")
     whole = run(max_epochs=4, channels_last=then)
     half = run(max_epochs=2, channels_last=first)
     again = run(max_epochs=4, channels_last=then, resume=half.state_dict())
@@ -117,7 +108,7 @@ def test_what_an_optimiser_has_loaded_lies_as_its_weight_does():
 
 
 def test_replicas_compute_what_one_does_turned():
-    run = partial(fitted, make=Net, data=Images(), channels_last=True, precision="64")
+    run = partial(fitted, make=Net, data=images(), channels_last=True, precision="64")
     one, three = run(), run(strategy=DataParallel(3, "cpu"))
     torch.testing.assert_close(
         three.task.state_dict(), one.task.state_dict(), rtol=1e-9, atol=1e-12
@@ -131,6 +122,6 @@ def test_volumes_are_turned_too():
         def __init__(self) -> None:
             super().__init__(task)
 
-    weight = trainer(make=Volumes, data=Images(), channels_last=True).task.net[0].weight
+    weight = trainer(make=Volumes, data=images(), channels_last=True).task.net[0].weight
     assert weight.is_contiguous(memory_format=torch.channels_last_3d)
     assert not weight.is_contiguous()

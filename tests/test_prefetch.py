@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from small import Rows, Small, fitted, is_same, trainer
+from small import Given, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
@@ -59,9 +60,7 @@ class Listed(Dataset):
         return x, x.sum()
 
 
-class Drawn(DataModule):
-    def train_dataset(self) -> Dataset:
-        return Listed()
+Drawn = partial(Given, Listed)
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +283,6 @@ def test_more_than_the_gpu_has_free_is_refused(monkeypatch):
 
 
 def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_for():
-    class OneByOne(DataModule):
-        def val_dataset(self) -> Dataset:
-            return Listed()
-
     def on_the_gpu(replicas: int) -> Strategy:
         strategy = Strategy()
         strategy.device, strategy.replicas = GPU, replicas
@@ -298,7 +293,7 @@ def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_
         return evaluated("val", data, strategy, settings, seed=0)[""]
 
     for data, strategy, line in (
-        (OneByOne(), on_the_gpu(1), "the data set is not a plain TensorDataset"),
+        (Given(None, Listed), on_the_gpu(1), "the data set is not a plain TensorDataset"),
         (Rows(10), on_the_gpu(2), "Strategy has several devices in one process"),
     ):
         loaded(data, strategy, "auto")

@@ -10,15 +10,13 @@ import pytest
 import torch
 from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
+from small import fitted, strategy_of
 from test_data import ALL, EPOCHS, ROWS, SAMPLERS, SEED, Drawn, order_by_hand
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
 from dpframe.callbacks.averages import SWA
-from dpframe.strategies.data_parallel import DataParallel
-from dpframe.strategies.ddp import DDP
-from dpframe.strategies.single import CPU
 
 BATCH_SIZE = 5
 TRAINED = ["random_by_its_own_generator", "weighted", "told_the_epoch", "lists"]  # of the SAMPLERS
@@ -149,24 +147,12 @@ RUNS = [
 
 
 def trained(strategy: Strategy, source: str, workers: int) -> dict[str, Any]:
-    torch.manual_seed(SEED)
     recorder = Recorder()
-    settings = TrainerSettings(
-        max_epochs=EPOCHS,
-        precision="64",
-        log_every=1,
-        accumulate=3 if source in STREAMS else 1,  # 5 5 5 and the tail of 2
-    )
-    trainer = Trainer(
-        Ids(),
-        Data(source, workers),
-        strategy=strategy,
-        settings=settings,
-        loggers=[recorder],
-        seed=SEED,
-    )
-    trainer.fit()
-    return {"log": recorder.log_, "weights": weights(trainer.task)}
+    accumulate = 3 if source in STREAMS else 1  # 5 5 5 and the tail of 2
+    settings: dict[str, Any] = {"precision": "64", "log_every": 1, "accumulate": accumulate}
+    settings |= {"max_epochs": EPOCHS, "loggers": [recorder], "seed": SEED}
+    made = fitted(None, Data(source, workers), make=Ids, strategy=strategy, **settings)
+    return {"log": recorder.log_, "weights": weights(made.task)}
 
 
 def all_of_them(strategy: Strategy) -> dict[tuple[str, int], dict[str, Any]]:
@@ -175,9 +161,7 @@ def all_of_them(strategy: Strategy) -> dict[tuple[str, int], dict[str, Any]]:
 
 @once
 def results(where: str) -> dict[tuple[str, int], dict[str, Any]]:
-    name, replicas = where.split("-")
-    kind = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}[name]
-    return on(kind(int(replicas), "cpu"), all_of_them)
+    return on(strategy_of(where), all_of_them)
 
 
 WHERE = ["cpu-1", "data_parallel-2", "ddp-3"]

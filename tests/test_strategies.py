@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
-from small import Rows, Small
+from small import Given, Rows, Small
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dpframe import Callback, DataModule, Strategy, Task, Trainer, TrainerSettings, UserError
+from dpframe import Callback, DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies import devices
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import BUFFERS, DDP
@@ -495,16 +495,11 @@ class Plain(Routed):
         return {"loss": (self.even(batch[0]) - batch[1]).square().mean()}
 
 
-class Table(DataModule):
+def table() -> DataModule:
     """Nine batches of four rows: every fifth batch is all even or all odd."""
-
-    def __init__(self) -> None:
-        super().__init__(4, shuffle=False)
-
-    def train_dataset(self) -> Dataset:
-        draw = partial(torch.rand, generator=torch.Generator().manual_seed(2))
-        is_odd = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]] * 3, dtype=torch.bool)
-        return TensorDataset(draw(36, 3), draw(36, 1), is_odd.flatten())
+    draw = partial(torch.rand, generator=torch.Generator().manual_seed(2))
+    is_odd = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]] * 3, dtype=torch.bool)
+    return Given(TensorDataset(draw(36, 3), draw(36, 1), is_odd.flatten()), shuffle=False)
 
 
 TRAINED: dict[str, tuple[type[Task], dict[str, Any]]] = {
@@ -537,9 +532,7 @@ class Opened(Recorder):
 
 def fitted(strategy: Strategy, task: Task, **given: Any) -> Trainer:
     settings = {"max_epochs": 1, "precision": "64"} | given.pop("settings", {})
-    trainer = Trainer(
-        task, Table(), strategy=strategy, settings=TrainerSettings(**settings), **given
-    )
+    trainer = Trainer(task, table(), strategy=strategy, **settings, **given)
     trainer.fit()
     return trainer
 

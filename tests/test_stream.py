@@ -10,10 +10,11 @@ from typing import Any
 
 import hand_written
 import pytest
+import small
 import torch
 from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
-from small import Hooks
+from small import Given, Hooks, strategy_of
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -23,14 +24,12 @@ from dpframe import (
     Strategy,
     Task,
     Trainer,
-    TrainerSettings,
     UserError,
     seeding,
 )
 from dpframe.data import split
 from dpframe.data.reading import Rows
 from dpframe.data.stream import Division, Reader
-from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 
@@ -122,37 +121,15 @@ def per_row(task: Task, x: Tensor, row: Tensor) -> dict[str, Tensor]:
     return {"loss": error.square(), "code": 2.0 ** -row.double()}
 
 
-class Data(DataModule):
-    def __init__(self, stream: Any, workers: int = 0, divided: bool = True) -> None:
-        super().__init__(BATCH_SIZE, workers, divide_streams=divided)
-        self.stream = stream
-
-    def train_dataset(self) -> Any:
-        return self.stream
-
-    val_dataset = predict_dataset = train_dataset
+def given(stream: Any, workers: int = 0, divided: bool = True) -> DataModule:
+    return Given(stream, stream, BATCH_SIZE, workers, divide_streams=divided)
 
 
-def trainer(strategy: Strategy, data: Data, callbacks: Any = (), **settings: Any) -> Trainer:
-    torch.manual_seed(SEED)
-    return Trainer(
-        Line(),
-        data,
-        strategy=strategy,
-        settings=TrainerSettings(
-            max_epochs=EPOCHS,
-            precision="64",
-            log_every=1,
-            threads=1,
-            sanity_batches=0,  # which opens shards, too
-            share_check="off",  # likewise
-            data_timeout_seconds=100,
-            **settings,
-        ),
-        loggers=[Recorder()],
-        callbacks=callbacks,
-        seed=SEED,
-    )
+def trainer(strategy: Strategy, data: DataModule, callbacks: Any = (), **settings: Any) -> Trainer:
+    settings |= {"max_epochs": EPOCHS, "precision": "64", "log_every": 1, "seed": SEED}
+    settings |= {"share_check": "off", "data_timeout_seconds": 100}  # a check opens shards, too
+    parts = {"strategy": strategy, "callbacks": callbacks, "loggers": [Recorder()]}
+    return small.trainer(None, data, make=Line, **parts, **settings)
 
 
 def fitted(made: Trainer, state: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -168,18 +145,16 @@ def all_divided(strategy: Strategy, folder: str) -> dict[Any, Any]:
     runs = {}
     for workers, accumulate in ((0, 1), (0, 3), (2, 1)):
         file = f"{folder}/{strategy.name}-{strategy.replicas}-{workers}-{accumulate}"
-        made = trainer(strategy, Data(Shards(file), workers), accumulate=accumulate)
+        made = trainer(strategy, given(Shards(file), workers), accumulate=accumulate)
         runs[workers, accumulate] = fitted(made), made.feed.train.how
-    predictions = trainer(strategy, Data(Shards())).predict()
+    predictions = trainer(strategy, given(Shards())).predict()
     runs["predicted"] = predictions and predictions.joined().tolist()
     return runs
 
 
 @once
 def divided(where: str, folder: str) -> dict[Any, Any]:
-    name, replicas = where.split("-")
-    kind = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}[name]
-    return on(kind(int(replicas), "cpu"), all_divided, folder)
+    return on(strategy_of(where), all_divided, folder)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +231,7 @@ def test_rows_to_predict_keep_their_order(where, folder):
 
 
 def gathering(strategy: Strategy) -> str:
-    made = trainer(strategy, Data(Shards()))
+    made = trainer(strategy, given(Shards()))
     made.task.training_step = lambda batch: {"loss": made.task.all_gather(batch[0]).mean()}
     with pytest.raises(UserError) as caught:
         made.fit()
@@ -290,8 +265,8 @@ def all_resumed(strategy: Strategy, folder: str) -> dict[Any, Any]:
     runs = {}
     for name, workers, is_divided in READ:
 
-        def data(stream=STREAMS[name], workers=workers, is_divided=is_divided) -> Data:
-            return Data(stream(), workers, is_divided)
+        def data(stream=STREAMS[name], workers=workers, is_divided=is_divided) -> DataModule:
+            return given(stream(), workers, is_divided)
 
         states: dict[int, Any] = {}
         runs[name, workers, "whole"] = fitted(trainer(strategy, data(), [taking(states)]))
@@ -326,8 +301,8 @@ def test_a_stream_is_resumed_to_the_bit(where, name, workers, is_divided, folder
 
 def test_only_the_shard_where_a_run_was_is_opened_again(tmp_path):
     states: dict[int, Any] = {}
-    fitted(trainer(CPU(), Data(Shards()), [taking(states)]))
-    made = trainer(CPU(), Data(Shards(str(tmp_path / "read"))), max_steps=5)
+    fitted(trainer(CPU(), given(Shards()), [taking(states)]))
+    made = trainer(CPU(), given(Shards(str(tmp_path / "read"))), max_steps=5)
     made.fit(states[4])
     validated = [str(shard) for shard in range(7)]
     assert (tmp_path / "read").read_text().split() == ["3", "4", "5", *validated]
@@ -337,7 +312,7 @@ def test_only_the_shard_where_a_run_was_is_opened_again(tmp_path):
 def test_a_stream_that_is_not_divided_is_resumed_on_another_number_of_ranks(name, workers, folder):
     whole = resumed("ddp-2", folder)[name, workers, "whole"]
     state = torch.load(f"{folder}/{name}-{workers}-2")
-    again = fitted(trainer(CPU(), Data(STREAMS[name](), workers, False)), state)
+    again = fitted(trainer(CPU(), given(STREAMS[name](), workers, False)), state)
     assert weights_apart(again["weights"], whole["weights"]) <= 1e-12
 
 
@@ -345,10 +320,10 @@ def test_a_stream_that_is_divided_otherwise_is_not_resumed(folder):
     resumed("ddp-2", folder)
     state = torch.load(f"{folder}/shards-0-2")
     with pytest.raises(UserError) as caught:
-        trainer(CPU(), Data(Noisy())).prepare(state)
+        trainer(CPU(), given(Noisy())).prepare(state)
     line = str(caught.value)
     assert "the stream=a stream of 7 shards, divided over 2 ranks: which rows meet" in line
-    made = trainer(CPU(), Data(Noisy()))
+    made = trainer(CPU(), given(Noisy()))
     made.fit(state, resume_anyway=True)
     assert made.epoch == EPOCHS
 
@@ -358,7 +333,7 @@ def test_a_place_that_nobody_saved_is_refused(folder):
     for place in ({"workers": [{"rows": -1, "is_over": False, "stream": None}], "turn": 0}, 3):
         state = torch.load(f"{folder}/counts-0-1") | {"stream": [place]}
         with pytest.raises(UserError, match="has what this run would not have written"):
-            trainer(CPU(), Data(Counts(), divided=False)).prepare(state)
+            trainer(CPU(), given(Counts(), divided=False)).prepare(state)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from forked import fresh, on
 from recorded import once, weights, weights_apart
-from small import Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
+from small import Given, Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies.data_parallel import SEAT, DataParallel, Meeting
@@ -59,23 +59,14 @@ def numbers(batch: Any) -> Tensor:
     return batch if isinstance(batch, Tensor) else batch[0]
 
 
-class Numbers(DataModule):
-    def __init__(self, kind: str, batch_size: int) -> None:
-        super().__init__(batch_size, shuffle=False)
-        self.kind, self.workers, _ = KINDS[kind]
-
-    def train_dataset(self) -> Dataset:
-        return self.kind(torch.arange(11.0))
-
-    val_dataset = predict_dataset = train_dataset
-
-
 def seen_on(strategy: Strategy) -> dict[Any, Any]:
     """By the kind of data and the size of a batch: the rows that all processes' steps saw."""
     results = {}
-    for kind, (_, _, sizes) in KINDS.items():
+    for kind, (made, workers, sizes) in KINDS.items():
         for size in sizes:
-            one = fitted(make=Sees, data=Numbers(kind, size), strategy=strategy, precision="64")
+            rows = partial(made, torch.arange(11.0))
+            data = Given(rows, rows, size, workers, shuffle=False)
+            one = fitted(make=Sees, data=data, strategy=strategy, precision="64")
             one.predict()
             everywhere = strategy.collectives.gather((one.task.seen, weights(one.task)))
             results[kind, size] = everywhere
@@ -150,13 +141,11 @@ class Masked(Used):
         return {"loss": (errors[:, 0] * mask).sum() / mask.sum(), "weight": mask.sum()}
 
 
-class Table(DataModule):
+def table() -> TensorDataset:
     """9 rows; of each four in a row the second half is below 0."""
-
-    def train_dataset(self) -> Dataset:
-        x = torch.rand(9, 3, generator=torch.Generator().manual_seed(2)) + 0.1
-        x[torch.arange(9) % 4 > 1] *= -1
-        return TensorDataset(x)
+    x = torch.rand(9, 3, generator=torch.Generator().manual_seed(2)) + 0.1
+    x[torch.arange(9) % 4 > 1] *= -1
+    return TensorDataset(x)
 
 
 FREE = {"find_unused_parameters": True}
@@ -180,7 +169,7 @@ def trained_on(strategy: Strategy) -> dict[Any, Any]:
             strategy.options = DDP(**options).options
         one = fitted(
             make=task,
-            data=Table(size, shuffle=False),
+            data=Given(table, None, size, shuffle=False),
             strategy=strategy,
             accumulate=accumulate,
             log_every=1,
@@ -254,14 +243,14 @@ class Heavy(Pairs):
 PAIRS = 17
 
 
-class Columns(DataModule):
-    def train_dataset(self) -> Dataset:
-        draw = torch.Generator().manual_seed(1)
-        x, y = (torch.randn(PAIRS, 3, generator=draw) for _ in "xy")
-        return TensorDataset(x, y, torch.arange(PAIRS))
+def columns() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(PAIRS, 3, generator=draw) for _ in "xy")
+    return TensorDataset(x, y, torch.arange(PAIRS))
 
-    def val_dataset(self) -> Dataset:
-        return TensorDataset(*self.train_dataset()[:7])
+
+def of_columns(size: int, **options: Any) -> DataModule:
+    return Given(columns(), TensorDataset(*columns()[:7]), size, **options)
 
 
 def by_hand(task: type[Pairs], size: int, accumulate: int) -> tuple[dict[str, Any], list[float]]:
@@ -269,11 +258,10 @@ def by_hand(task: type[Pairs], size: int, accumulate: int) -> tuple[dict[str, An
     torch.manual_seed(0)
     net = task().double()
     optimizer = net.configure_optimizer()
-    data = Columns(size)
-    columns = [c.double() if c.is_floating_point() else c for c in data.train_dataset().tensors]
+    given = [c.double() if c.is_floating_point() else c for c in columns().tensors]
 
     def loss_of(rows: Tensor) -> tuple[Tensor, float]:
-        x, y, number = (column[rows] for column in columns)
+        x, y, number = (column[rows] for column in given)
         mine, other = net.net(x), net.other(y)
         if task is Pairs:
             target = torch.arange(len(rows))
@@ -305,7 +293,7 @@ def gathered_on(strategy: Strategy) -> dict[Any, Any]:
         for size, accumulate in GATHERED:
             one = fitted(
                 make=task,
-                data=Columns(size, shuffle=False),
+                data=of_columns(size, shuffle=False),
                 strategy=strategy,
                 accumulate=accumulate,
                 precision="64",
@@ -501,7 +489,7 @@ def resumed_on(strategy: Strategy) -> list[bool]:
 
     def run(resume: Any = None) -> Trainer:
         keep = Hooks(on_step_end=lambda one: states.append(deepcopy(one.state_dict())))
-        given = {"make": Pairs, "data": Columns(5), "strategy": strategy, "callbacks": [keep]}
+        given = {"make": Pairs, "data": of_columns(5), "strategy": strategy, "callbacks": [keep]}
         return fitted(**given, accumulate=2, max_epochs=3, resume=resume)
 
     states: list[Any] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import on
 from recorded import once
-from small import Hooks, Small, fitted, is_same, trainer
+from small import Hooks, Small, fitted, is_same, strategy_of, trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -200,9 +200,7 @@ def results_on(strategy: Strategy) -> dict[str, Any]:
 
 @once
 def results(where: str) -> dict[str, Any]:
-    name, replicas = where.split("-")
-    kind = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}[name]
-    return on(kind(int(replicas), "cpu"), results_on)
+    return on(strategy_of(where), results_on)
 
 
 def rows_of(kind: str) -> TensorDataset:

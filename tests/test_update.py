@@ -8,7 +8,7 @@ import pytest
 import torch
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
-from small import Hooks, Rows, Small, Streamed, fitted, is_same
+from small import Given, Hooks, Rows, Small, Streamed, fitted, is_same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
@@ -56,15 +56,10 @@ class Words(Task):
         return self.make([weight for name, weight in named if name.startswith(self.updated)])
 
 
-class Texts(DataModule):
-    def __init__(self) -> None:
-        super().__init__(batch_size=8)
-        draw = torch.Generator().manual_seed(3)
-        words = torch.randint(0, 7, (17, 4), generator=draw)
-        self.columns = words, torch.randn(17, generator=draw)
-
-    def train_dataset(self) -> TensorDataset:
-        return TensorDataset(*self.columns)
+def texts() -> DataModule:
+    draw = torch.Generator().manual_seed(3)
+    words = torch.randint(0, 7, (17, 4), generator=draw)
+    return Given(TensorDataset(words, torch.randn(17, generator=draw)), batch_size=8)
 
 
 class Tokens(Small):
@@ -85,15 +80,9 @@ class Tokens(Small):
 MASK = torch.tensor([0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 1])
 
 
-class Masked(DataModule):
-    def __init__(self, mask: Tensor = MASK) -> None:
-        super().__init__(4, shuffle=False)
-        draw = torch.Generator().manual_seed(4)
-        x = torch.randn(len(mask), 3, generator=draw)
-        self.columns = x, x.sum(dim=1).sin(), mask
-
-    def train_dataset(self) -> TensorDataset:
-        return TensorDataset(*self.columns)
+def masked(mask: Tensor = MASK) -> Given:
+    x = torch.randn(len(mask), 3, generator=torch.Generator().manual_seed(4))
+    return Given(TensorDataset(x, x.sum(dim=1).sin(), mask), shuffle=False)
 
 
 class Late(Small):
@@ -114,25 +103,25 @@ words = partial(Words, sparse=True, weighs=False)
 dense = partial(Words, sparse=False, weighs=False)
 Case = tuple[Callable[[], Task], Callable[[], Any], dict[str, Any]]
 CASES: dict[str, Case] = {
-    "a part of the weights": (partial(dense, SGD, "head"), Texts, {"clip_norm": 0.1}),
-    "sparse": (partial(words, SGD), Texts, {}),
-    "sparse, clipped": (partial(words, SGD), Texts, {"clip_norm": 0.1, "clip_value": 0.01}),
-    "sparse, accumulated": (partial(words, SGD), Texts, {"accumulate": 2, "clip_norm": 0.2}),
-    "sparse, weighted": (partial(Words, SGD, sparse=True, weighs=True), Texts, {}),
+    "a part of the weights": (partial(dense, SGD, "head"), texts, {"clip_norm": 0.1}),
+    "sparse": (partial(words, SGD), texts, {}),
+    "sparse, clipped": (partial(words, SGD), texts, {"clip_norm": 0.1, "clip_value": 0.01}),
+    "sparse, accumulated": (partial(words, SGD), texts, {"accumulate": 2, "clip_norm": 0.2}),
+    "sparse, weighted": (partial(Words, SGD, sparse=True, weighs=True), texts, {}),
     "sparse, mostly of weight 0": (
         partial(Words, SGD, sparse=True, weighs=True, lightest=3.75),
-        Texts,
+        texts,
         {"clip_norm": 0.1},
     ),
-    "sparse, with a momentum": (partial(words, partial(SGD, momentum=0.9)), Texts, {}),
-    "sparse adam": (partial(words, torch.optim.SparseAdam, "net"), Texts, {"clip_norm": 0.1}),
+    "sparse, with a momentum": (partial(words, partial(SGD, momentum=0.9)), texts, {}),
+    "sparse adam": (partial(words, torch.optim.SparseAdam, "net"), texts, {"clip_norm": 0.1}),
     "late momentum": (partial(Late, partial(SGD, lr=0.05, momentum=0.9)), LATE, {}),
-    "int64 weights": (partial(Tokens, Tensor.long), Masked, {}),
-    "int64 weights, finite": (partial(Tokens, Tensor.long, 1), Masked, {"accumulate": 2}),
-    "float32 weights": (partial(Tokens, Tensor.float), Masked, {"accumulate": 2}),
-    "float32 weights, finite": (partial(Tokens, Tensor.float, 1), Masked, {}),
-    "plain numbers as weights": (partial(Tokens, int), Masked, {"accumulate": 2}),
-    "weights of shape (1,)": (partial(Tokens, lambda count: count.reshape(1)), Masked, {}),
+    "int64 weights": (partial(Tokens, Tensor.long), masked, {}),
+    "int64 weights, finite": (partial(Tokens, Tensor.long, 1), masked, {"accumulate": 2}),
+    "float32 weights": (partial(Tokens, Tensor.float), masked, {"accumulate": 2}),
+    "float32 weights, finite": (partial(Tokens, Tensor.float, 1), masked, {}),
+    "plain numbers as weights": (partial(Tokens, int), masked, {"accumulate": 2}),
+    "weights of shape (1,)": (partial(Tokens, lambda count: count.reshape(1)), masked, {}),
 }
 Result = tuple[dict[str, Any], list[float], float]
 """The weights, the norm of each step's gradient, and the last epoch's loss."""
@@ -239,7 +228,7 @@ def test_a_loss_that_is_nan_where_there_is_weight_is_still_told():
             return {**output, "loss": output["loss"] / 0.0}
 
     with pytest.raises(Failure, match="^step 2: the loss is inf, rows 4 5 6 7;"):
-        fitted(Bad(least=1), Masked())
+        fitted(Bad(least=1), masked())
 
 
 def test_a_weight_with_a_gradient_is_refused():
@@ -248,7 +237,7 @@ def test_a_weight_with_a_gradient_is_refused():
             return {**super().training_step(batch), "weight": self.net(batch[0]).sum()}
 
     with pytest.raises(UserError) as caught:
-        fitted(Gated(), Masked())
+        fitted(Gated(), masked())
     assert str(caught.value) == (
         "Gated.training_step returned a 'weight' with a gradient; it only says how much the loss "
         "counts: return weight.detach()"
@@ -259,7 +248,7 @@ def test_a_weight_with_a_gradient_is_refused():
 def test_weights_are_summed_in_64_bits_where_the_device_has_none(monkeypatch, accumulate):
     def trained() -> tuple[dict[str, Any], dict[str, float]]:
         torch.manual_seed(0)
-        made = fitted(Tokens(), Masked(), accumulate=accumulate)
+        made = fitted(Tokens(), masked(), accumulate=accumulate)
         return made.task.state_dict(), made.metrics
 
     expected = trained()
@@ -283,7 +272,7 @@ def sometimes(strategy: Strategy) -> set[str]:
     for first in ([0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]):
         mask = torch.tensor([*first, 1, 1, 1, 1])
         with pytest.raises(UserError) as caught:
-            fitted(Sometimes(), Masked(mask), strategy=strategy, accumulate=2)
+            fitted(Sometimes(), masked(mask), strategy=strategy, accumulate=2)
         lines.add(str(caught.value))
     return lines
 
@@ -300,13 +289,10 @@ def test_a_weight_that_some_batches_or_ranks_lack_is_refused_by_all(place):
 
 
 def test_a_validation_of_weight_0_says_so():
-    class Unseen(Masked):
-        def val_dataset(self):
-            x, y, mask = self.columns
-            return TensorDataset(x, y, 0 * mask)
-
+    data = masked()
+    data.val = masked(0 * MASK).train
     with pytest.raises(UserError) as caught:
-        fitted(Tokens(), Unseen())
+        fitted(Tokens(), data)
     assert str(caught.value) == (
         "val: the weights of all 18 rows add up to 0: there is no mean over them"
     )
@@ -316,7 +302,7 @@ def test_a_run_that_never_has_a_weight_of_0_divides_by_it_on_no_number_of_replic
     """A share may have none where its batch has."""
     runs = []
     for replicas in (1, 2):
-        strategy, data = DataParallel(replicas, "cpu"), Masked(MASK[4:])
+        strategy, data = DataParallel(replicas, "cpu"), masked(MASK[4:])
         runs.append(fitted(Tokens(), data, strategy=strategy, on_nonfinite="skip"))
     assert [run.progress.skipped_steps for run in runs] == [0, 0]
 
@@ -344,8 +330,8 @@ STATES: dict[str, tuple[Callable[[], Task], Callable[[], DataModule]]] = {
     name: (partial(Small, partial(getattr(torch.optim, name), lr=0.01)), Rows) for name in KINDS
 }
 STATES["Muon"] = (partial(Flat, partial(torch.optim.Muon, lr=0.01)), Rows)
-STATES["SparseAdam"] = (partial(words, partial(torch.optim.SparseAdam, lr=0.01), "net"), Texts)
-STATES["sparse momentum"] = (partial(words, partial(SGD, momentum=0.9)), Texts)
+STATES["SparseAdam"] = (partial(words, partial(torch.optim.SparseAdam, lr=0.01), "net"), texts)
+STATES["sparse momentum"] = (partial(words, partial(SGD, momentum=0.9)), texts)
 
 
 @pytest.mark.parametrize("name", STATES)

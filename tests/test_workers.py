@@ -21,7 +21,7 @@ import small
 import torch
 from conftest import descendants
 from forked import fresh, stop_forks
-from small import Hooks, Stream, fitted, is_same, trainer
+from small import Given, Hooks, Stream, fitted, is_same, trainer
 from test_data import Bad, BadStream, loader_of
 from torch import Tensor
 from torch.utils.data import (
@@ -71,17 +71,12 @@ class Rows(Dataset):
         return x, x.sum().reshape(1)
 
 
-class Data(DataModule):
-    def __init__(self, dataset: Dataset, workers: int | str = "auto") -> None:
-        super().__init__(8, workers)
-        self.dataset = dataset
-
-    def train_dataset(self) -> Dataset:
-        return self.dataset
+def given(dataset: Dataset, workers: int | str = "auto") -> DataModule:
+    return Given(dataset, None, 8, workers)
 
 
 def told(dataset: Dataset, workers: int | str = "auto") -> str:
-    made = trainer(data=Data(dataset, workers))
+    made = trainer(data=given(dataset, workers))
     made.prepare()
     found = re.search(r"^data +(.+)$", banner(made), re.MULTILINE)
     assert found
@@ -137,7 +132,7 @@ def test_what_auto_has_chosen_does_not_decide_the_numbers(monkeypatch, noise):
     for slow in (0.0, 1e9):
         monkeypatch.setattr(workers, "SLOW_SECONDS", slow)
         monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
-        runs.append(fitted(data=Data(Rows(noise=noise))))
+        runs.append(fitted(data=given(Rows(noise=noise))))
     processes = [run.feed.train.workers.processes for run in runs]
     assert processes == [2, 0]
     assert is_same(runs[0].task.state_dict(), runs[1].task.state_dict())
@@ -155,14 +150,14 @@ def test_another_rank_takes_the_first_ones_choice_and_reads_nothing_for_it():
 
     strategy = Strategy()
     strategy.rank, strategy.collectives = 1, Second()
-    made = trainer(data=Data(Unread()), strategy=strategy)
+    made = trainer(data=given(Unread()), strategy=strategy)
     made.prepare()
     assert made.feed.train.how == "40 rows by __getitem__, 2 workers: the first one says so"
 
 
 def test_the_look_at_a_batch_draws_nothing_of_the_runs():
     def after(workers: int | str) -> dict:
-        made = trainer(data=Data(Rows(noise="torch"), workers))
+        made = trainer(data=given(Rows(noise="torch"), workers))
         made.prepare()
         return seeding.random_state()
 
@@ -174,7 +169,7 @@ def test_a_row_that_is_bad_is_left_to_training():
         def __getitem__(self, row: int) -> Any:
             raise LookupError("it is broken")
 
-    made = trainer(data=Data(Bad()))
+    made = trainer(data=given(Bad()))
     made.prepare()
     with pytest.raises(LookupError) as caught:
         made.fit()
@@ -183,7 +178,7 @@ def test_a_row_that_is_bad_is_left_to_training():
 
 def test_another_word_is_refused():
     with pytest.raises(UserError, match="data.workers=all is text; use a whole number or auto"):
-        trainer(data=Data(Rows(), "all")).prepare()
+        trainer(data=given(Rows(), "all")).prepare()
 
 
 # Workers that are lost or hang
@@ -654,7 +649,7 @@ def test_what_changes_within_an_epoch_is_told_as_workers_have_it_from_the_next_o
     "key, known", [("persistent_workers", "true or false or auto"), ("pin_memory", "true or false")]
 )
 def test_a_key_of_the_data_takes_what_it_knows(key, known):
-    made = trainer(data=Data(Rows(), 2))
+    made = trainer(data=given(Rows(), 2))
     setattr(made.data, key, "sometimes")
     with pytest.raises(UserError) as refusal:
         made.prepare()
@@ -672,12 +667,12 @@ def test_auto_does_not_decide_whether_a_curriculum_is_seen(monkeypatch):
             return x, y + self.level
 
     def raised(made: Any) -> None:
-        made.data.dataset.level = float(made.epoch)
+        made.data.train.level = float(made.epoch)
 
     runs = []
     for slow in (0.0, 1e9):
         monkeypatch.setattr(workers, "SLOW_SECONDS", slow)
         monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
-        runs.append(fitted(data=Data(Level()), callbacks=[Hooks(on_epoch_start=raised)]))
+        runs.append(fitted(data=given(Level()), callbacks=[Hooks(on_epoch_start=raised)]))
     assert [run.feed.train.workers.processes for run in runs] == [2, 0]
     assert is_same(runs[0].task.state_dict(), runs[1].task.state_dict())
