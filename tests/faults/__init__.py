@@ -12,7 +12,7 @@ from faults.mutation import CanNotPlant, mutated
 
 LIST = Path(__file__).with_name("faults.toml")
 ROOT = LIST.parents[2]
-LEFT_OUT = (".*", "build", "dist", "outputs", "multirun", "site", "*.egg-info")
+LEFT_OUT = (".*", "build", "dist", "outputs", "multirun", "site", "__pycache__", "*.egg-info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def planted(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
 
 
 def copied(target: Path) -> Path:
-    """What the tests need of the working tree, and what is compiled of it."""
+    """What the tests need of the working tree."""
     return shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
 
 
