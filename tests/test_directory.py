@@ -96,7 +96,6 @@ def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
 
 
 LINKS = ["run.log", "summary.json", "metrics.csv", "events.out.tfevents.1.a.1.0", "predictions.csv"]
-LINKS += ["hparams", "hparams/events.out.tfevents.1.a.1.0"]
 LINKS += [".hydra", "checkpoints", ".hydra/hydra.yaml", ".lock", "checkpoints/last.ckpt"]
 
 
@@ -108,7 +107,7 @@ def test_a_run_directory_that_was_there_leads_nowhere_else(tmp_path, name):
     run = tmp_path / "run"
     link = run / name
     link.parent.mkdir(parents=True)
-    link.symlink_to(outside if name in (".hydra", "checkpoints", "hparams") else outside / "file")
+    link.symlink_to(outside if name in (".hydra", "checkpoints") else outside / "file")
     with pytest.raises(UserError, match=f"{name} is a link out of the run directory"):
         Directory(run, is_given=True).make({})
     assert os.listdir(outside) == ["file"] and (outside / "file").read_text() == "mine"

@@ -79,7 +79,7 @@ def test_runs_of_strategies_and_numbers_one_after_the_other_and_at_a_time(tmp_pa
     for number, (strategy, rate) in enumerate(points):
         run = tmp_path / "one" / "swept" / f"{number}_strategy={strategy},task.optimizer.lr={rate}"
         assert (run / "run.log").is_file() and (run / ".hydra" / "config.yaml").is_file()
-        assert len(list(run.glob("events.out.tfevents.*"))) == 1
+        assert len(list(run.glob("events.out.tfevents.*-dpframe"))) == 1
         summaries.append(json.loads((run / "summary.json").read_text()))
         assert re.search(rf"^\[{number + 1}\] epoch 2/2  step 8 ", two.stdout, re.M)
         ending = rf"^run {number + 1} of 4: strategy=.*: finished, val/loss .* s$"

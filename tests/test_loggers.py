@@ -151,28 +151,17 @@ def test_recipes_with_other_names_share_one_hparams_table(tmp_path):
     assert metrics == ["val/boston_error", "val/shapes_error"]
 
 
-def test_the_hparams_table_has_the_results_alone(tmp_path):
-    """The tab shows the first five of all numbers."""
+def test_tensorboard_shows_a_run_once_and_its_hyperparameters_are_those_of_its_curves(tmp_path):
     logger = opened(tmp_path / "a", hparams={"lr": 0.1})
     logger.log({"step/loss": 3.0, "step/lr": 0.1}, step=1)
-    logger.log({"train/loss": 2.0, "val/loss": 1.0, "progress/lr": 0.1}, step=2)
+    logger.log({"train/loss": 2.0, "val/loss": 1.0}, step=2)
     logger.flush()
     (group,) = session_groups(tmp_path)
-    assert [(m.name.tag, m.value) for m in group.metric_values] == [("val/loss", 1.0)]
-    logger.close({"train/loss": 2.0, "val/loss": 1.0, "test/loss": 1.5}, succeeded=True)
-    assert columns(tmp_path)[1] == ["test/loss", "val/loss"]
-    assert len(curve(tmp_path / "a", "val/loss")) == 1
-    of_training = opened(tmp_path / "b" / "run", hparams={"lr": 0.1})
-    of_training.log({"train/loss": 2.0}, step=2)
-    of_training.close({"train/loss": 2.0}, succeeded=True)
-    assert columns(tmp_path / "b")[1] == ["train/loss"]
-
-
-def test_a_run_may_have_no_row_of_hyperparameters_and_then_no_second_run(tmp_path):
-    logger = opened(tmp_path, TensorBoard(hparams=False), hparams={"lr": 0.1})
-    logger.close({"val/loss": 1.0}, succeeded=True)
-    assert [path.name for path in tmp_path.iterdir()] == [event_path(tmp_path).name]
-    assert columns(tmp_path) == ([], [])
+    assert (group.name, group.hparams["lr"].number_value) == ("a", 0.1)
+    logger.close({"train/loss": 2.0, "val/loss": 1.0}, succeeded=True)
+    runs = data_provider(tmp_path).list_runs(RequestContext(), experiment_id="")
+    assert [run.run_name for run in runs] == ["a"]
+    assert columns(tmp_path)[1] == ["step/loss", "step/lr", "train/loss", "val/loss"]
 
 
 def test_a_resumed_run_shows_the_end_and_the_hyperparameters_that_it_goes_on_with(tmp_path):
@@ -227,7 +216,7 @@ def test_a_resumed_curve_is_monotonic_without_duplicates(tmp_path, began_with):
             logger.log({"train/loss": value}, step=step)
         logger.close({}, succeeded=True)
     expected = [(s, 1.0 if s < 6 else 2.0 if s < 8 else 3.0) for s in range(12)]
-    assert len(list(tmp_path.glob("events*"))) == 3
+    assert len(list(tmp_path.glob("events*[!s]"))) == 3  # beside those of hparams
     assert curve(tmp_path, "train/loss") == expected
     assert shown_curve(tmp_path, "train/loss") == expected
 
@@ -235,7 +224,7 @@ def test_a_resumed_curve_is_monotonic_without_duplicates(tmp_path, began_with):
 def test_a_later_file_sorts_last_even_within_one_second(tmp_path):
     paths = []
     for _ in range(12):
-        paths.append(tensorboard.next_path(tmp_path))
+        paths.append(tensorboard.next_path(tmp_path, "dpframe"))
         paths[-1].touch()
     assert paths == sorted(set(paths))
 
@@ -359,7 +348,7 @@ def test_csv_has_one_row_for_a_step_that_is_logged_twice(tmp_path):
 
 
 def test_a_full_disk_is_one_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tensorboard, "next_path", lambda directory: Path("/dev/full"))
+    monkeypatch.setattr(tensorboard, "next_path", lambda directory, suffix: Path("/dev/full"))
     fitted(loggers=[TensorBoard(), CSV()], directory=tmp_path, log_every=1)
     (record,) = caplog.records
     assert record.name == "dpframe" and record.levelno == logging.WARNING
@@ -441,7 +430,7 @@ def opened(directory, logger=None, *, config="a: 1", hparams=None, purge_step=No
 
 
 def event_path(directory):
-    (path,) = directory.glob("events*")
+    (path,) = directory.glob("events*-dpframe")
     return path
 
 

@@ -44,12 +44,11 @@ if TYPE_CHECKING:
 PATTERN = "events.out.tfevents.[0-9]*"
 BINS = 64  # of a histogram
 HPARAMS = "hparams"
-"""The folder of a second run, which has the hyperparameters and the results. The HPARAMS tab shows
-the first five scalars of a run by their names: in the run itself these are `progress/` and `step/`.
-An experiment summary could choose others, but TensorBoard takes the first one of all runs, and
-shows no hyperparameter or metric that it does not list."""
+"""The end of the names of two small files, with the hyperparameters and with how the run has ended.
+TensorBoard takes the first of each that it reads, so a resumed run removes those of before: it was
+not over, and may have other limits now. In a folder of their own they would be a second run."""
+BEFORE = -1  # a step that no resumed run writes again
 LONG = 1 << 15  # bytes of a record
-NO_RESULTS = ("profile/", "progress/", "step/", "train/")
 
 
 class TensorBoard(Logger):
@@ -57,8 +56,7 @@ class TensorBoard(Logger):
 
     needs_directory = True
 
-    def __init__(self, *, hparams: bool = True) -> None:
-        self.hparams = hparams
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -66,8 +64,6 @@ class TensorBoard(Logger):
         self._charted: set[str] = set()
         self._last_step = 0
         self._file: EventFile | None = None  # once it is open
-        self._results: EventFile | None = None
-        self._has_results = False
         self._writer: SummaryWriter | None = None
 
     @property
@@ -90,26 +86,20 @@ class TensorBoard(Logger):
     ) -> None:
         directory = Path(run_dir)
         self._last_step = purge_step or 0
+        before = [*directory.glob(f"{PATTERN}-{HPARAMS}")]
+        begin = EventFile(directory, suffix=f"begin-{HPARAMS}")  # sorts before the next one
         self._file = EventFile(directory, purge_step=purge_step)
+        begin.add(_session_start(hparams), step=BEFORE)
+        begin.write()
         self._add(_config(config))
-        if self.hparams:
-            before = [*directory.glob(f"{HPARAMS}/{PATTERN}")]
-            self._results = EventFile(directory / HPARAMS)
-            self._results.add(_session_start(hparams), step=self._last_step)
-            self._results.write()
-            # The HPARAMS tab takes the first start and end that it reads, but a resumed run was not
-            # over, and may have other limits now. Its curves are in the run itself, too.
-            for path in before if purge_step is not None else ():
-                path.unlink()
+        for path in before if purge_step is not None else ():
+            path.unlink()
         self.flush()
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         self._last_step = step
         self._logged.update(scalars)
         self._add(*map(_scalar, scalars, scalars.values()))
-        results = {n: value for n, value in scalars.items() if not n.startswith(NO_RESULTS)}
-        if results:
-            self._log_results(results)
 
     def media_file(
         self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
@@ -171,27 +161,23 @@ class TensorBoard(Logger):
         if charted != self._charted:
             self._charted = charted
             self._add(_layout(charted))
-        self._write()
-        if self._writer is not None:
+        if self._writer is not None:  # first: its file is the older one
             self._writer.flush()
+        if self._file is not None:
+            self._file.write()
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         missing = {tag: value for tag, value in metrics.items() if tag not in self._logged}
         if missing and succeeded:  # after an error they may be of a later step
             self.log(missing, step=self._last_step)
-        if not self._has_results:  # but those of training, perhaps
-            self._log_results(metrics)
-        if self._results is not None:
-            self._results.add(_session_end(succeeded), step=self._last_step)
         self.flush()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _log_results(self, results: dict[str, float]) -> None:
-        self._has_results = True
-        if self._results is not None:
-            self._results.add(*map(_scalar, results, results.values()), step=self._last_step)
+        if self._file is not None:
+            end = EventFile(self._file.path.parent, suffix=HPARAMS)
+            end.add(_session_end(succeeded), step=BEFORE)
+            end.write()
 
     def _add_media(self, value: Summary.Value, *, step: int) -> None:
         self._last_step = step
@@ -200,10 +186,6 @@ class TensorBoard(Logger):
     def _add(self, *values: Summary.Value) -> None:
         assert self._file is not None
         self._file.add(*values, step=self._last_step)
-
-    def _write(self) -> None:
-        for file in filter(None, (self._file, self._results)):
-            file.write()
 
 
 def _scalar(name: str, value: float) -> Summary.Value:
@@ -278,9 +260,11 @@ def _metadata(plugin: str, content: bytes = b"") -> SummaryMetadata:
 class EventFile:
     """A new one, in which all that is added is written at once."""
 
-    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, purge_step: int | None = None, suffix: str = "dpframe"
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = next_path(directory)
+        self.path = next_path(directory, suffix)
         self._records = bytearray()  # not yet written
         self._append(file_version="brain.Event:2")
         if purge_step is not None:
@@ -304,12 +288,12 @@ class EventFile:
         self._records += length + checksum(length) + record + checksum(record)
 
 
-def next_path(directory: Path) -> Path:
+def next_path(directory: Path, suffix: str) -> Path:
     """TensorBoard reads a directory's files by name: this one comes after all that are there."""
     older = [path.name.split(".")[3] for path in directory.glob(PATTERN)]
     seconds = max([int(time.time()), *(int(digits) + 1 for digits in older if digits.isdecimal())])
     # Before SummaryWriter's of the same second, which has a dot after the number of the process.
-    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}-dpframe"
+    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}-{suffix}"
     return directory / name
 
 

@@ -11,7 +11,7 @@ from dpframe.errors import UserError
 from dpframe.util import files
 
 UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # keeps bytes that are not text
-OVERWRITTEN = (".hydra", "checkpoints", "hparams")  # folders whose files a run may write over
+OVERWRITTEN = (".hydra", "checkpoints")  # folders whose files a run may write over
 ELSEWHERE = "name another by hydra.run.dir=DIR"
 
 
