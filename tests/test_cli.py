@@ -362,7 +362,7 @@ SHOWN = {  # the words that each line prints, and after a None those that it doe
     "recipe=boston --cfg=job": ["recipe: boston\n", "gpus: ${trainer.gpus}", None, "hydra:"],
     "--config-dir=mine recipe=copied -c job": ["recipe: copied\n"],
     "recipe=boston -c job --resolve trainer.gpus=3": ["  gpus: 3\n", None, "${trainer.gpus}"],
-    "recipe=boston -c hydra": ["dir: multirun/${recipe}/", None, "gpus"],
+    "recipe=boston -c hydra": ["dir: multirun/${mode_folder:${mode}}${recipe}/", None, "gpus"],
     "-m recipe=boston seed=1,abc": ["dpframe: seed=abc is text"],
 }
 

@@ -18,6 +18,7 @@ from dpframe.config.compose import composed
 from dpframe.config.loader import GROUPS
 from dpframe.config.schema import is_off
 from dpframe.config.target import find
+from dpframe.errors import UserError
 from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
@@ -191,3 +192,15 @@ def test_a_recipe_without_a_name_is_called_as_its_file(tmp_path):
     job = composed(["recipe=own"], config_dir=str(tmp_path))
     assert job.settings.recipe == "own"
     assert job.run_dir.startswith("outputs/own/")
+
+
+def test_a_runs_name_ends_that_of_its_directory_and_leads_nowhere_else():
+    words = ["recipe=boston", "tags=[ablation,1]", "notes='two words'"]
+    job = composed([*words, "name='../off, a=b'"])
+    day, _, name = job.run_dir.removeprefix("outputs/boston/").partition("_.._")
+    assert (name, job.settings.tags) == ("off, a=b", ["ablation", "1"]) and "/" not in day
+    assert composed(words).settings.name is None
+    said = {"name='a\nb'": "is no line of text", "tags=['a,b']": "'a,b' has a comma"}
+    for word, reason in said.items():
+        with pytest.raises(UserError, match=reason):
+            composed(["recipe=boston", word])

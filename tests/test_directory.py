@@ -194,12 +194,12 @@ def test_a_given_directory_is_used_as_it_is_and_a_refused_run_leaves_nothing(tmp
     assert "quote it" in refused.err and refused.files == ["outputs"]
     assert (first.code, first.files) == (0, ["a b=c,é", "outputs"])
     assert tested.code == 0 and "test/loss" in tested.out
-    tests = [path.name for path in tmp_path.glob("outputs/boston/*/*.json")]
+    tests = [path.name for path in tmp_path.glob("outputs/test/boston/*/*.json")]
     assert tests == ["summary.json"]
     for attempt, said in ((misspelt, "did you mean val/loss?"), (read_only, "can't be made")):
         assert (attempt.code, attempt.err.count("\n")) == (2, 1) and said in attempt.err
     # Nothing is left of a run that is refused in its first epoch.
-    assert len(list(tmp_path.glob("outputs/boston/*"))) == len(tests)
+    assert len(list(tmp_path.glob("outputs/*/*"))) == len(tests)
 
 
 @pytest.mark.parametrize(

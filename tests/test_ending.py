@@ -170,7 +170,8 @@ def test_best_and_last_are_checkpoints_of_the_recipes_newest_run(tmp_path):
         "dpframe: checkpoint=best: there is no run with a checkpoint in outputs/boston\n",
     )
     assert best.code == last.code == 0, (best.err, last.err)
-    summaries = map(json.loads, (p.read_text() for p in tmp_path.glob("outputs/*/*/summary.json")))
+    summaries = map(json.loads, (p.read_text() for p in tmp_path.glob("outputs/**/summary.json")))
+    assert {path.name for path in (tmp_path / "outputs/boston").iterdir()} == {"a", "b"}
     used = [one["checkpoint"] for one in summaries if not one["steps"]]
     folder = "outputs/boston/a/checkpoints"
     assert sorted(used) == [f"{folder}/best.ckpt", f"{folder}/last.ckpt"]

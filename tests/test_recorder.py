@@ -42,6 +42,13 @@ def test_hyperparameters_are_what_decides_the_curve() -> None:
     }
 
 
+def test_a_runs_name_tags_and_notes_are_told_where_it_has_them() -> None:
+    empty = {"name": None, "tags": [], "notes": None}
+    assert hyperparameters(empty) == {}
+    told = {"name": "off", "tags": "a,b", "notes": "two words"}
+    assert hyperparameters({**told, "tags": ["a", "b"]}) == told
+
+
 def test_the_precision_is_text_whatever_its_value() -> None:
     trainers = [{"precision": value} for value in (32, "bf16")]
     found = [hyperparameters({"trainer": each})["trainer.precision"] for each in trainers]

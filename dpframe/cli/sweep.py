@@ -296,8 +296,8 @@ def _directory(
         refuse_ways_out(directory)
         return made
     for each in overrides:
-        if each.key_or_group == "recipe" and each.is_sweep_override():
-            config.recipe = ",".join(each.sweep_string_iterator())
+        if each.key_or_group in ("recipe", "name") and each.is_sweep_override():
+            config[each.key_or_group] = ",".join(each.sweep_string_iterator())
     path = files.local_path("hydra.sweep.dir", str(config.hydra.sweep.dir))
     is_given = any(each.key_or_group == "hydra.sweep.dir" for each in overrides)
     return new_directory(path, is_given=is_given)

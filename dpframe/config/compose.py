@@ -82,7 +82,8 @@ def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
     """Composes the config, with the overrides of the run that is resumed or evaluated."""
 
     def runs() -> Path:
-        config = configs.compose([o for o in typed if key_of(o) != "hydra.run.dir"])
+        of_one_start = ("hydra.run.dir", "mode")  # the runs are trainings
+        config = configs.compose([o for o in typed if key_of(o) not in of_one_start])
         HydraConfig.instance().set_config(config)
         return Path(str(config.hydra.run.dir)).parent
 

@@ -34,7 +34,7 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "trainer.threads",
     "trainer.data_on_device",
 )
-OF_TRAINING = ("test_after_fit",)
+OF_TRAINING = ("test_after_fit", "name", "tags", "notes")
 RESUMES_BEST = (
     "resume=best: a run continues from its newest checkpoint: use resume=last; checkpoint=best "
     "begins a new run with the best weights"

@@ -231,9 +231,14 @@ def quoted(text: str) -> str:
     return f"'{text}'"
 
 
-def directory_name(overrides: str) -> str:
-    """What a run differs by, after its number in the name of a directory: no slashes, and not too
-    long."""
+def mode_folder(mode: str) -> str:
+    """Of the runs that are no training: those do not lie between trainings."""
+    return "" if mode == "fit" else f"{mode}/"
+
+
+def directory_name(overrides: str | None) -> str:
+    """A run's name, or what it differs by, at the end of the name of a directory: no slashes, and
+    not too long."""
     if not overrides:
         return ""
     name = re.sub(r"(?<![^,])\+\+", "", overrides).replace("/", "_").encode()
@@ -288,6 +293,7 @@ def _loader(folders: Iterable[tuple[str, str]]) -> HydraLoader:
     for plugin in (Folders, Inside):
         Plugins.instance().register(plugin)
     register_resolver("dirname", directory_name, replace=True)
+    register_resolver("mode_folder", mode_folder, replace=True)
     GlobalHydra.instance().clear()
     Folders.added = list(folders)
     try:

@@ -59,6 +59,9 @@ class RunSettings:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     callbacks: Group = field(default_factory=dict)
     logger: Group = field(default_factory=dict)
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
     mode: str = "fit"
     seed: int = 0
     checkpoint: str | None = None
@@ -75,6 +78,10 @@ class RunSettings:
     def __post_init__(self) -> None:
         modes.refuse_unknown(self.mode)
         check_seed(self.seed)
+        if not (self.name or "").isprintable():
+            raise UserError(f"name={self.name!r} is no line of text; notes=… may have several")
+        if comma := next((tag for tag in self.tags if "," in tag), None):
+            raise UserError(f"tags: {comma!r} has a comma, which ends a tag; use tags=[a,b]")
         if self.resume is not None and self.mode != "fit":
             raise UserError(
                 f"resume={self.resume} continues a training, but mode={self.mode}; "

@@ -30,6 +30,7 @@ class Logger:
     ) -> None:
         """A run begins: `config` is its resolved YAML, `hparams` its numbers in one flat dict.
 
+        Of a run that has a name, tags or notes they are in `hparams`, too: `tags_of` reads them.
         `purge_step` is None, or the first step that a resumed run writes again.
         """
 
@@ -100,6 +101,11 @@ def require(package: str) -> None:
         raise UserError(
             f"logger={package} needs the package {package}: pip install 'dpframe[{package}]'"
         )
+
+
+def tags_of(hparams: dict[str, Scalar]) -> list[str]:
+    text = str(hparams.get("tags", ""))
+    return text.split(",") if text else []
 
 
 def read_id(path: Path) -> str:

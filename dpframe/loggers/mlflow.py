@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpframe.loggers.base import Logger, Scalar, read_id, require, write_id
+from dpframe.loggers.base import Logger, Scalar, read_id, require, tags_of, write_id
 from dpframe.loggers.formats import file_name
 
 AT_ONCE = 100  # numbers or parameters in one request
@@ -94,8 +94,11 @@ class MLflow(Logger):
         name = self.experiment or str(hparams.get("recipe", "dpframe"))
         there = self.client.get_experiment_by_name(name)
         experiment = there.experiment_id if there else self.client.create_experiment(name)
-        run_name = self.name or Path(run_dir).resolve().name
-        run_id = self.client.create_run(experiment, run_name=run_name).info.run_id
+        run_name = self.name or str(hparams.get("name", Path(run_dir).resolve().name))
+        tags = dict.fromkeys(map(key, tags_of(hparams)), "true")
+        if "notes" in hparams:
+            tags["mlflow.note.content"] = str(hparams["notes"])
+        run_id = self.client.create_run(experiment, tags=tags, run_name=run_name).info.run_id
         parameters = [Param(key(name), str(value)) for name, value in hparams.items()]
         for first in range(0, len(parameters), AT_ONCE):
             self.client.log_batch(run_id, params=parameters[first : first + AT_ONCE])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpframe.errors import UserError, not_one_of, suggestion
-from dpframe.loggers.base import Logger, Scalar, read_id, require, write_id
+from dpframe.loggers.base import Logger, Scalar, read_id, require, tags_of, write_id
 
 MODES = ("offline", "online")
 BINS = 64  # of a histogram
@@ -53,17 +53,19 @@ class WandB(Logger):
         import wandb
 
         path = Path(run_dir) / "wandb-id.txt"
+        told = {"tags": tags_of(hparams), "notes": hparams.get("notes")}
+        given = {name: value for name, value in self.options.items() if value is not None}
         self.run = wandb.init(
             dir=run_dir,
             mode=self.mode,  # type: ignore[arg-type]
             project=self.project or str(hparams.get("recipe", "dpframe")),
-            name=self.name or Path(run_dir).resolve().name,
+            name=self.name or str(hparams.get("name", Path(run_dir).resolve().name)),
             id=read_id(path) or write_id(path, secrets.token_hex(4)),
             resume="allow" if self.mode == "online" else None,
             config=hparams,
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off"),
-            **self.options,
+            **(told | given),
         )
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
 from dpframe.config.earlier_run import must_be_typed
+from dpframe.config.schema import RunSettings
 from dpframe.data import DataSets
 from dpframe.errors import Failure, UserError
 from dpframe.launch import environment
@@ -22,6 +23,11 @@ from dpframe.trainer import Trainer
 from dpframe.trainer.optim.schedule import ends_with_training
 from dpframe.trainer.progress import Progress
 from dpframe.util import files, traces
+
+
+def named(settings: RunSettings) -> dict[str, Any]:
+    """What a summary begins with."""
+    return {key: getattr(settings, key) for key in ("recipe", "mode", "name", "tags", "notes")}
 
 
 def facts_of(strategy: Strategy, progress: Progress) -> dict[str, Any]:
@@ -53,7 +59,7 @@ def note_failure(directory: Path, error: Exception, job: Composed) -> None:
 
 def note_ending(directory: Path, job: Composed, status: str, facts: Mapping[str, Any]) -> None:
     with suppress(Failure):  # a full disk may be why it has failed
-        write_summary(directory, {"recipe": job.settings.recipe, "status": status, **facts})
+        write_summary(directory, {**named(job.settings), "status": status, **facts})
 
 
 UNTIMED = ["trainer.max_seconds=null"]

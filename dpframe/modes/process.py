@@ -32,6 +32,7 @@ from dpframe.modes.ending import (
     facts_of,
     going_on,
     last_words,
+    named,
     note_ending,
     note_failure,
     write_summary,
@@ -234,7 +235,7 @@ def _summarize(
 ) -> dict[str, Any]:
     is_fit = job.settings.mode == "fit"
     return {
-        "recipe": job.settings.recipe,
+        **named(job.settings),
         "status": "finished",
         **facts,
         "peak_memory": memory.peaks(trainer.strategy),

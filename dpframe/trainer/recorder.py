@@ -175,7 +175,10 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
     kept["trainer"] = {name: settings[name] for name in TELLING if name in settings}
     if "precision" in settings:  # 32 or bf16: a column of TensorBoard's has one type
         kept["trainer"]["precision"] = str(settings["precision"])
-    return flat(kept) | {name: config[name] for name in ("recipe", "seed") if name in config}
+    told = {name: config[name] for name in ("recipe", "seed") if name in config}
+    told |= {name: config[name] for name in ("name", "notes") if config.get(name)}
+    told |= {"tags": ",".join(config["tags"])} if config.get("tags") else {}
+    return flat(kept) | told
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
