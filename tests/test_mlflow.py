@@ -43,6 +43,21 @@ def trained_and_resumed(name):
     fitted(callbacks=[show], loggers=[MLflow()], resume=saved[1], max_epochs=3, **both)
 
 
+def test_a_run_has_its_name_tags_and_notes(tmp_path):
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/store.db"}
+    fresh(described, folder=tmp_path, environment=environment)
+    with sqlite3.connect(tmp_path / "store.db") as store:
+        (name,) = store.execute("select name from runs").fetchone()
+        tags = dict(store.execute("select key, value from tags").fetchall())
+    assert name == "off" and tags["mlflow.note.content"] == "two words"
+    assert (tags["x"], tags["y _z_"]) == ("true", "true")
+
+
+def described():
+    hparams = {"name": "off", "tags": "x,y (z)", "notes": "two words"}
+    MLflow().open(".", config="", hparams=hparams, purge_step=None)
+
+
 @pytest.mark.parametrize(
     "store, command",
     [

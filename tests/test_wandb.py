@@ -54,6 +54,22 @@ def trained_and_resumed(directory):
     fitted(callbacks=[show], loggers=[WandB()], resume=saved[1], max_epochs=3, **both)
 
 
+def test_a_run_has_its_name_tags_and_notes_unless_the_logger_has_its_own(tmp_path):
+    fresh(described, tmp_path)
+    files = (next((tmp_path / name).glob("wandb/offline-run-*/*.wandb")) for name in "ab")
+    run, other = (records(file).run for file in files)
+    assert (run.display_name, list(run.tags), run.notes) == ("off", ["x", "y"], "two words")
+    assert (other.display_name, list(other.tags), other.notes) == ("own", ["own"], "two words")
+
+
+def described(directory):
+    hparams = {"name": "off", "tags": "x,y", "notes": "two words"}
+    for name, logger in {"a": WandB(), "b": WandB(name="own", tags=["own"])}.items():
+        (directory / name).mkdir()
+        logger.open(str(directory / name), config="", hparams=hparams, purge_step=None)
+        logger.close({}, succeeded=True)
+
+
 class records:
     """What a .wandb file holds: protobuf messages in LevelDB's log format."""
 

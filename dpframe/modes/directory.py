@@ -12,6 +12,7 @@ from dpframe.util import files
 
 UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # keeps bytes that are not text
 OVERWRITTEN = (".hydra", "checkpoints")  # folders whose files a run may write over
+KEPT = ("config.yaml", "origin.json")  # in .hydra/, of the starts before
 ELSEWHERE = "name another by hydra.run.dir=DIR"
 
 
@@ -37,7 +38,8 @@ class Directory:
             for swept in (self.path, folder):
                 files.remove_leftovers(swept)
             self.has_broken_run = has_broken_run(self.path)
-            _keep_older(folder / "config.yaml", notes.get("config.yaml", ""))
+            for name in KEPT:
+                _keep_older(folder / name, notes.get(name, ""))
             for name, text in notes.items():
                 files.write_text(folder / name, text)
         except OSError as error:

@@ -18,6 +18,7 @@ from dpframe.errors import Failure, UserError
 from dpframe.launch import environment
 from dpframe.launch.rank import has_parent
 from dpframe.launch.rank_errors import RankFailed
+from dpframe.modes import provenance
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
 from dpframe.trainer.optim.schedule import ends_with_training
@@ -59,7 +60,8 @@ def note_failure(directory: Path, error: Exception, job: Composed) -> None:
 
 def note_ending(directory: Path, job: Composed, status: str, facts: Mapping[str, Any]) -> None:
     with suppress(Failure):  # a full disk may be why it has failed
-        write_summary(directory, {**named(job.settings), "status": status, **facts})
+        own = {**named(job.settings), "status": status}
+        write_summary(directory, {**own, **facts, "origin": provenance.summarized(directory)})
 
 
 UNTIMED = ["trainer.max_seconds=null"]
@@ -83,11 +85,11 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
         data = trainer.data
         is_left_out = isinstance(data, DataSets) and data.test_dataset() is None
         if data.has_own("test_dataset") and not is_left_out:
-            rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
+            rows.append(("test", command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
         longer = _longer(job, summary)
         schedulers = [update.scheduler for update in trainer.updates.values()]
         if longer == UNTIMED or not any(map(ends_with_training, schedulers)):
-            rows.append(("resume", _command(job, f"resume={summary['directory']}", *longer)))
+            rows.append(("resume", command(job, f"resume={summary['directory']}", *longer)))
     dashboards = [logger.dashboard(summary["directory"]) for logger in trainer.loggers]
     rows += [("dashboard", command) for command in dashboards if command]
     return "\n" + "\n".join(f"{name:<10} {value}" for name, value in rows)
@@ -97,7 +99,7 @@ def going_on(job: Composed, directory: str) -> str:
     """The command that goes on with a run. A program, and a launcher of ranks, have their own."""
     if job.history is not None or (environment.is_rank() and not has_parent()):
         return shlex.quote(f"resume={directory}")
-    return _command(job, f"resume={directory}")
+    return command(job, f"resume={directory}")
 
 
 def add_going_on(error: Exception, job: Composed, directory: str) -> None:
@@ -125,9 +127,10 @@ def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _command(job: Composed, *overrides: str) -> str:
+def command(job: Composed, *overrides: str) -> str:
+    """What one types for these overrides, with those of this start that are typed each time."""
     is_module = Path(sys.argv[0]).parts[-2:] == ("dpframe", "__main__.py")
     words = ["python", "-m", "dpframe"] if is_module else ["dpframe"]
     own = ["--config-dir", os.path.relpath(job.config_dir)] if job.config_dir is not None else []
-    own += [each for each in job.typed if must_be_typed(each)]  # typed each time
+    own += [each for each in job.typed if must_be_typed(each) and each not in overrides]
     return shlex.join([*words, *own, *overrides])

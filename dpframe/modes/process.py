@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from dpframe.checkpoint import seal
 from dpframe.config import modes
 from dpframe.config.arguments import explain_text_called
 from dpframe.config.compose import Composed
-from dpframe.config.earlier_run import run_directory, saved_since
+from dpframe.config.earlier_run import calls_in, run_directory, saved_since
 from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import describe_differences
 from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
@@ -25,10 +25,11 @@ from dpframe.errors import Interrupted, UserError, explain_exits, listed, printa
 from dpframe.launch import signals
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
-from dpframe.modes import elastic, error_lines, output
+from dpframe.modes import elastic, error_lines, output, provenance
 from dpframe.modes.directory import ELSEWHERE, Directory, has_broken_run
 from dpframe.modes.ending import (
     add_going_on,
+    command,
     facts_of,
     going_on,
     last_words,
@@ -37,6 +38,7 @@ from dpframe.modes.ending import (
     note_failure,
     write_summary,
 )
+from dpframe.modes.provenance import Git
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.trainer import RunInfo, Trainer
@@ -46,13 +48,18 @@ from dpframe.trainer.resume.state import load_attributes
 log = logging.getLogger("dpframe")
 
 
+Work = Callable[[Trainer, Composed, str], None]
+"""What a mode does in each process, once its run has a directory."""
+
+
 @explain_exits()  # before the strategy is told of the error
-def perform(
-    job: Composed,
-    work: Callable[[Trainer, Composed, str], None],
-    strategy: Strategy,
-) -> dict[str, Any]:
+def perform(job: Composed, work: Work, strategy: Strategy) -> dict[str, Any]:
     """Does a mode's `work` in this process, and returns the run's summary."""
+    with Git(is_asked=strategy.is_main) as git:
+        return _perform(job, work, strategy, git)
+
+
+def _perform(job: Composed, work: Work, strategy: Strategy, git: Git) -> dict[str, Any]:
     job, said = elastic.find(job, strategy)
     here = Path.cwd()
     state = _load_start(job, strategy)
@@ -71,16 +78,19 @@ def perform(
         start = job.start and here / job.start
         job = replace(job, run_dir=str(here / job.run_dir), start=start)
     directory = _directory(job)
-    path = _make(directory, job, trainer, strategy)
+    origin, changed = _origin(job, strategy, git)
+    path = _make(directory, job, trainer, strategy, origin)
     with _ending_noted(job, trainer, strategy, directory):
         with explain(trainer), chdir(here):
             _look_again(job, trainer)
         with output.logging_to(Path(path), rank=strategy.rank, logs_error=not has_parent()):
-            for line in filter(None, notes):
+            for line in filter(None, [*notes, changed]):
                 log.info(line)
             _warn_of_untrained(job)
             with explain(trainer):
                 work(trainer, job, path)
+            if strategy.is_main:
+                provenance.complete(path, git)
             facts = facts_of(strategy, trainer.progress)
             summary = _summarize(job, trainer, best, facts)
             if strategy.is_main:
@@ -213,10 +223,31 @@ def _directory(job: Composed) -> Directory:
     return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
 
 
-def _make(directory: Directory, job: Composed, trainer: Trainer, strategy: Strategy) -> str:
+def _origin(job: Composed, strategy: Strategy, git: Git) -> tuple[dict[str, Any], str]:
+    """What this run is, and a line where that differs from the run that it begins with."""
+    if not strategy.is_main:
+        return {}, ""
+    earlier = job.start and provenance.read(run_directory(job.start))
+    targets = calls_in(job.public).values()
+    origin = provenance.facts(command(job, *job.typed), targets, strategy.local_devices)
+    origin |= git.answer(provenance.PATIENCE if earlier else 0.0)
+    differences = provenance.differences(earlier or {}, origin)
+    what = "resume" if job.settings.resume else "checkpoint"
+    return origin, f"{what}={job.start}: its run had {differences}" * bool(differences)
+
+
+def _make(
+    directory: Directory,
+    job: Composed,
+    trainer: Trainer,
+    strategy: Strategy,
+    origin: Mapping[str, Any],
+) -> str:
     """The main process makes it; all know it, and so does their parent."""
-    settings = job.settings
-    path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
+    settings, made = job.settings, None
+    if strategy.is_main:
+        made = directory.make(job.notes | {provenance.NAME: provenance.as_text(origin)})
+    path = strategy.collectives.broadcast(made)
     trainer.run.directory, trainer.run.is_claimed = path, True
     elastic.note(path, strategy)
     notify_parent("directory", path)
@@ -246,6 +277,7 @@ def _summarize(
         "best_epoch": best.epoch,
         "best_step": best.step,
         "stopped": trainer.stop_reason,
+        "origin": provenance.summarized(trainer.run.directory),
     }
 
 

@@ -5,12 +5,11 @@ A run is: `run` -> the mode's `run` -> `launch` -> in each process `_run_rank` -
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,15 +26,9 @@ from dpframe.launch.rank_errors import RankFailed
 from dpframe.modes import output
 from dpframe.modes.directory import remove
 from dpframe.modes.ending import add_going_on, note_failure
-from dpframe.modes.process import perform
+from dpframe.modes.process import Work, perform
 from dpframe.strategies import Strategy
 from dpframe.trainer.compute.placement import process_settings_restored
-
-if TYPE_CHECKING:
-    from dpframe.trainer import Trainer
-
-Work = Callable[["Trainer", Composed, str], None]
-"""What a mode does in each process, once its run has a directory."""
 
 
 def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
