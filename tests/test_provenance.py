@@ -1,6 +1,7 @@
 """What a run was: the commit and the changes of its code, versions, and its command."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -71,6 +72,12 @@ def test_a_damaged_origin_is_none(tmp_path, text):
     write(tmp_path, {".hydra/origin.json": text})
     assert provenance.differences(provenance.read(tmp_path), {"python": "3"}) == ""
     assert provenance.differences({}, provenance.read(tmp_path)) == ""
+
+
+def test_a_pipe_in_place_of_an_origin_is_not_waited_for(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    os.mkfifo(tmp_path / ".hydra/origin.json")
+    assert provenance.read(tmp_path) == provenance.read(None) == {}
 
 
 def test_without_git_or_a_repository_nothing_is_told(tmp_path, monkeypatch):

@@ -17,7 +17,9 @@ KEYS = {"recipe", "strategy", "trainer", "task", "data", "callbacks", "logger", 
 KEYS |= {"mode", "checkpoint", "resume", "seed"}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
     def options(self) -> list[str]:
         return re.findall(r"--[a-z-]+", self.format_usage())
 
@@ -49,9 +51,9 @@ def _meant(flag: str, value: str) -> str:
     return key if "=" in key else f"{key}={value}" * bool(key)
 
 
-def parser() -> _Parser:
+def parser() -> Parser:
     """The command's arguments, which config/help.py explains."""
-    parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("overrides", nargs="*")
     for option, letter in (("help", "h"), ("run", "r"), ("multirun", "m")):
@@ -69,6 +71,11 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
 
 
 def _command(given: Sequence[str]) -> int:
+    if given[:1] == ["runs"]:
+        from dpframe.cli.runs import runs
+
+        print(runs(given[1:], Parser(prog="dpframe runs", add_help=False, allow_abbrev=False)))
+        return 0
     arguments = parser().parse_intermixed_args(given)
     arguments.config_dir = _only(arguments.config_dir)
     if arguments.resolve and arguments.cfg != "job":  # hydra's own has what is set by a sweep alone

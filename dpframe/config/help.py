@@ -36,6 +36,7 @@ keys people set most
 EXAMPLES = """\
 examples
   dpframe new mine                                                 (a small project to begin with)
+  dpframe runs --where tags=ablation --sort val/loss               (a table of what was trained)
   dpframe recipe=boston
   dpframe recipe=boston strategy=ddp trainer.gpus=4
   dpframe recipe=shapes strategy=data_parallel trainer.gpus=3

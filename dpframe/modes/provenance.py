@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
@@ -79,18 +79,20 @@ class Git:
         return {"commit": commit.decode(), "diff": text}
 
 
-def facts(command: str, targets: Iterable[str], devices: Iterable[Any]) -> dict[str, Any]:
+def facts(command: str, targets: Iterable[str], devices: Sequence[Any]) -> dict[str, Any]:
     """All but git's part. `targets` are what the config calls; torch is there already."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(each) for each in devices if each.type == "cuda"]
-    driver = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if gpus and DRIVER.is_file() else None
+    from dpframe.strategies.devices import model
+
+    has_driver = any(each.type == "cuda" for each in devices) and DRIVER.is_file()
+    driver = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if has_driver else None
     return {
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
         "python": platform.python_version(),
+        "device": ", ".join(dict.fromkeys(map(model, devices))),
         "cuda": torch.version.cuda,
-        "gpu": ", ".join(dict.fromkeys(gpus)) or None,
         "driver": driver and driver[0],
         "packages": _versions(targets),
     }
@@ -111,12 +113,7 @@ def complete(directory: str, git: Git) -> None:
 
 def read(directory: Path | None) -> dict[str, Any]:
     """Of a run's directory, which a stranger may have written; {} if there is none."""
-    try:
-        text = (directory / ".hydra" / NAME).read_text(encoding="utf-8") if directory else "{}"
-        origin = json.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return origin if isinstance(origin, dict) else {}
+    return files.json_object(directory / ".hydra" / NAME) if directory else {}
 
 
 def summarized(directory: str | Path) -> dict[str, Any]:
@@ -128,14 +125,15 @@ def summarized(directory: str | Path) -> dict[str, Any]:
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """In one line what both know and where they differ, e.g. `torch 2.12.0, now 2.13.0`."""
-    before, after = _flat(then), _flat(now)
+    before, after = flat(then), flat(now)
     differing = [key for key in after if key in before and before[key] != after[key]]
     told = [f"{key} {before[key]}, now {after[key]}" for key in differing if key != "diff"]
     told += ["other uncommitted changes"] * ("diff" in differing)
     return "; ".join(told)
 
 
-def _flat(origin: Mapping[str, Any]) -> dict[str, Any]:
+def flat(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What of it may differ, by short names."""
     packages = origin.get("packages")
     own = {key: value for key, value in origin.items() if key not in (*OF_ONE_START, "packages")}
     if isinstance(commit := own.get("commit"), str):
@@ -146,10 +144,10 @@ def _flat(origin: Mapping[str, Any]) -> dict[str, Any]:
 def _versions(targets: Iterable[str]) -> dict[str, str]:
     """Of all that is imported and tells its version, and of what the config calls."""
     found = {}
-    for name, module in list(sys.modules.items()):
-        version = getattr(module, "__dict__", {}).get("__version__")
-        is_told = "." not in name and name not in sys.stdlib_module_names
-        if is_told and isinstance(version, str):
+    names = [name for name in sys.modules if "." not in name]
+    for name in {*names} - sys.stdlib_module_names:
+        version = getattr(sys.modules[name], "__dict__", {}).get("__version__")
+        if isinstance(version, str):
             found[name] = version
     for name in {str(target).partition(".")[0] for target in targets} - found.keys():
         with suppress(metadata.PackageNotFoundError, ValueError):

@@ -1,6 +1,7 @@
 """Paths that keys name, locks, and files that are written whole or not at all; without torch."""
 
 import errno
+import json
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dpframe.errors import UserError
 
@@ -126,6 +127,18 @@ def claim(directory: Path, what: str, *, instead: str) -> IO[str]:
     return file
 
 
+def is_claimed(directory: Path) -> bool:
+    """Whether a process has the directory now."""
+    if sys.platform == "win32":
+        return False
+    try:
+        with (directory / LOCK).open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    return False
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """The file or folder to write to, beside `path`, and then renamed over it: where that fails, or
@@ -144,6 +157,15 @@ def write_text(path: Path, text: str) -> None:
     """Whole or not at all; bytes that are not text stay what they are."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file holds that anybody may have written; {} if that is no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def remove_leftovers(directory: Path) -> None:
