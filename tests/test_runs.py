@@ -122,7 +122,8 @@ def test_two_runs_are_shown_side_by_side_with_how_their_configs_differ(trained):
 def test_a_run_that_is_on_is_running_and_a_damaged_one_is_listed_all_the_same(trained):
     directory = Directory(trained / FIRST, is_given=True)
     directory.make({"origin.json": '{"began": "2026-01-09"}'})  # a resume
-    write(trained / NAMED, {"summary.json": "[", ".hydra/overrides.yaml": "{", ".hydra/x": ""})
+    write(trained / NAMED, {"summary.json": "[", ".hydra/overrides.yaml": "{"})
+    write(trained / KILLED, {"summary.json": '{"steps": "x", "best": 3, "tags": {}, "origin": 0}'})
     status = {run["directory"]: run["status"] for run in fresh(told, folder=trained)}
     assert status == {NAMED: "killed", KILLED: "killed", FIRST: "running"}
     directory.release()

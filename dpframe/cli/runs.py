@@ -4,6 +4,7 @@ A run directory is data, maybe a stranger's: what is not as a run writes it is l
 """
 
 import json
+import math
 import os
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +45,7 @@ PLACES = ("outputs", "multirun")
 LARGEST = 100_000  # values of a config
 NAMES = ("name", "tags", "notes")
 PLAIN = ("name", "recipe", "status")
+COUNTS = ("steps", "epochs", "seconds", "best_step")
 SORTED = ("name", "status", "steps", "epochs", "seconds", "when")
 
 
@@ -138,26 +140,16 @@ def _named(word: str) -> Run:
 
 def _read(directory: Path) -> Run | None:
     """None: it is no training."""
-    summary, origin = (
-        files.json_object(directory / "summary.json"),
-        provenance.summarized(directory),
-    )
-    began = origin.get("began")
-    has_ended = bool(summary) and _dict(summary, "origin").get("began") == began
+    summary = files.json_object(directory / "summary.json")
     facts = summary if "mode" in summary else _config(directory)
     if facts.get("mode", "fit") != "fit":
         return None
+    origin, tags = provenance.summarized(directory), facts.get("tags")
+    time = datetime.fromtimestamp((directory / ".hydra").stat().st_mtime).astimezone()
     try:
         overrides = saved_overrides(directory)
     except UserError:
         overrides = []
-    if not has_ended:
-        status = "running" if files.is_claimed(directory) else "killed"
-    else:
-        status = str(summary.get("status"))
-    time = (directory / ".hydra").stat().st_mtime
-    tags = facts.get("tags")
-    numbers = {key: _dict(summary, key) for key in ("best", "metrics")}
     return Run(
         str(directory),
         recipe=str(facts.get("recipe") or ""),
@@ -165,16 +157,22 @@ def _read(directory: Path) -> Run | None:
         tags=[str(tag) for tag in tags] if isinstance(tags, list) else [],
         notes=str(facts.get("notes") or ""),
         overrides={key_of(o): o.partition("=")[2] for o in overrides if _is_told(o)},
-        status=status,
-        when=str(began or datetime.fromtimestamp(time).astimezone().isoformat(timespec="seconds")),
-        steps=int(_number(summary, "steps")),
-        epochs=int(_number(summary, "epochs")),
-        seconds=_number(summary, "seconds"),
-        best={name: _number(numbers["best"], name) for name in numbers["best"]},
-        best_step=int(_number(summary, "best_step")),
-        metrics={name: _number(numbers["metrics"], name) for name in numbers["metrics"]},
+        status=_status(directory, summary, origin),
+        when=str(origin.get("began") or time.isoformat(timespec="seconds")),
+        best=_numbers(summary.get("best")),
+        metrics=_numbers(summary.get("metrics")),
         origin=origin,
+        **_numbers({key: summary.get(key) for key in COUNTS}),
     )
+
+
+def _status(directory: Path, summary: dict[str, Any], origin: dict[str, Any]) -> str:
+    """A summary may be of an earlier start."""
+    of_summary = summary.get("origin")
+    ended = of_summary.get("began") if isinstance(of_summary, dict) else None
+    if summary and ended == origin.get("began"):
+        return str(summary.get("status"))
+    return "running" if files.is_claimed(directory) else "killed"
 
 
 def _is_told(override: str) -> bool:
@@ -192,14 +190,9 @@ def _config(directory: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _dict(content: dict[str, Any], key: str) -> dict[str, Any]:
-    value = content.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _number(content: dict[str, Any], key: str) -> float:
-    value = content.get(key)
-    return value if isinstance(value, int | float) else 0
+def _numbers(content: Any) -> dict[str, Any]:
+    pairs = content.items() if isinstance(content, dict) else ()
+    return {str(name): value for name, value in pairs if type(value) in (int, float)}
 
 
 # ---- choosing
@@ -225,9 +218,13 @@ def _sorted(kept: list[Run], word: str, found: list[Run]) -> list[Run]:
     if key not in known:
         raise UserError(f"--sort {key}: no run has it; {suggestion(key, known)}")
     value = (lambda run: getattr(run, key)) if key in SORTED else (lambda run: run.value(key))
-    there = [run for run in kept if value(run) is not None]
-    rest = [run for run in kept if value(run) is None]
+    there = [run for run in kept if _is_comparable(value(run))]
+    rest = [run for run in kept if not _is_comparable(value(run))]
     return sorted(there, key=value, reverse=is_reversed) + rest
+
+
+def _is_comparable(value: str | float | None) -> bool:
+    return isinstance(value, str) or (value is not None and math.isfinite(value))
 
 
 # ---- showing

@@ -38,9 +38,9 @@ class Directory:
             for swept in (self.path, folder):
                 files.remove_leftovers(swept)
             self.has_broken_run = has_broken_run(self.path)
-            for name in KEPT:
-                _keep_older(folder / name, notes.get(name, ""))
             for name, text in notes.items():
+                if name in KEPT:
+                    _keep_older(folder / name, text)
                 files.write_text(folder / name, text)
         except OSError as error:
             self.unmake()
