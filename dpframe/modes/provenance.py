@@ -56,11 +56,12 @@ class Git:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            self._output.close()
+        self._output.close()
 
     def answer(self, seconds: float = 0.0) -> dict[str, str]:
         """`commit` and `diff`, once git has ended; {} before, and where there is no repository."""
