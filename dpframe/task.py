@@ -88,13 +88,17 @@ class Task(RowsOfBatch, nn.Module):
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
     optimizes_by_hand = False  # whether its training_step steps the optimizers itself
-    own_class: type | None = None  # where the user's code is, if not in the task's class
+    own_class: type  # where the user's code is: this class, or that of a module that it is around
     adapter = Adapter()  # of a task around another framework's module: the task itself
     scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
     lr_schedule: LRSchedule | None = None  # task.schedule, stepped by step
     schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
     optimizer_names: Sequence[str] = ()  # set after configure_optimizer, if there are several
     run_context = TaskContext()  # the Trainer's
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.own_class = cls
 
     def __init__(
         self,
@@ -311,5 +315,6 @@ class Ahead:
         return self.global_step // self.steps_per_epoch
 
 
+Task.own_class = Task
 for _name in INSTEAD:
     setattr(Task, _name, Instead(_name))

@@ -48,11 +48,12 @@ class DataModule:
     persistent_workers: bool | str = "auto"
     pin_memory: bool = True
     length: Any = "longest"  # a class of its own may have something else of that name
-    own_class: type | None = None  # where the user's code is, if not in this class
+    own_class: type  # where the user's code is: this class, or that of what it is around
     has_preparation = False  # a `prepare_data` of its own
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.own_class = cls
         cls.has_preparation = cls.has_own("prepare_data")
 
     @classmethod
@@ -126,6 +127,9 @@ class DataModule:
     def collate(self, rows: list) -> Any:
         """A batch of these rows; without one of its own, as torch's `default_collate` makes it."""
         return default_collate(rows)
+
+
+DataModule.own_class = DataModule
 
 
 class DataSets(DataModule):

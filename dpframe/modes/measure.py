@@ -118,7 +118,7 @@ def short(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
 
 def refuse_by_hand(task: Task, mode: str) -> None:
     if task.optimizes_by_hand:
-        name = (task.own_class or type(task)).__name__
+        name = task.own_class.__name__
         raise UserError(
             f"{mode} times the parts of a step, and {name} steps its optimizers itself; try "
             "mode=compare, which times whole steps"

@@ -311,7 +311,7 @@ def gathered_in(task: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_lost(task: Any, changed: str) -> NoReturn:
-    kind = (task.own_class or type(task)).__name__
+    kind = task.own_class.__name__
     raise UserError(
         f"{kind}.training_step changes {changed}, which fsdp has gathered for this step alone, so "
         "that the change would be lost; change it in on_step_end, or use strategy=ddp"

@@ -168,7 +168,7 @@ def one_loss(output: Any, task: Task, step: str) -> Any:
     losses = output.get("loss") if isinstance(output, dict) else None
     if not isinstance(losses, dict):
         return output
-    name = f"{(task.own_class or type(task)).__name__}.{step}"
+    name = f"{task.own_class.__name__}.{step}"
     _check_losses(name, losses, output)
     parts = [loss for loss, _ in losses.values()]
     counts = [count for _, count in losses.values()]

@@ -234,10 +234,10 @@ class StepByHand(TrainStep):
     """A training step in which the task steps its optimizers itself: there is no loss to return."""
 
     def forward(self, share: Share, of: float) -> tuple[Any, list[Measured]]:
-        strategy, kind = self.task.run_context.strategy, self.task.own_class or type(self.task)
+        strategy = self.task.run_context.strategy
         if strategy is not None and not len(split(range(share.total), strategy.replicas)[-1]):
             raise UserError(
-                f"{kind.__name__} steps its optimizers itself, in which each of "
+                f"{self.task.own_class.__name__} steps its optimizers itself, in which each of "
                 f"{strategy.replicas} replicas takes part, and a batch of {share.total} rows "
                 "leaves one without a row; set data.drop_last=true, or use fewer replicas"
             )

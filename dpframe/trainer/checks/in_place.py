@@ -28,8 +28,9 @@ class InPlace:
 
     def end(self, *args: Any) -> None:
         if self._weights is not None and (changed := self._weights.changed()):
-            kind = (self._task.own_class or type(self._task)).__name__
-            way = "" if self._task.own_class else ", or change it in on_step_end"
+            kind = self._task.own_class.__name__
+            is_around = self._task.own_class is not type(self._task)
+            way = "" if is_around else ", or change it in on_step_end"
             raise UserError(
                 f"{kind}.{self._what} changes {changed}, which {self._replicas} replicas in one "
                 f"process share: each would change it in every step; use strategy=ddp{way}"

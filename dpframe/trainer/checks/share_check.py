@@ -246,7 +246,7 @@ def _loss_of(trial: Trial) -> str:
 
 
 def _named(trial: Trial) -> str:
-    kind = (trial.task.own_class or type(trial.task)).__name__
+    kind = trial.task.own_class.__name__
     return f"{kind} of turn {trial.turn}" if trial.turn else kind
 
 

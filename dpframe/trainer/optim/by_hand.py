@@ -24,7 +24,7 @@ class ByHand(OptimizerStep):
         self.weighting = IgnoredWeights(strategy.collectives, strategy.device, is_used=False)
         self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None
-        kind = (task.own_class or type(task)).__name__
+        kind = task.own_class.__name__
         if strategy.replicas > strategy.world_size:
             raise UserError(
                 f"{kind} steps its optimizers itself, and the {strategy.replicas} replicas of "

@@ -22,7 +22,7 @@ class ScaledRates:
 
     @staticmethod
     def of(task: Task, settings: TrainerSettings, batch_size: int) -> "ScaledRates":
-        kind = (task.own_class or type(task)).__name__
+        kind = task.own_class.__name__
         if task.optimizes_by_hand:
             raise UserError(
                 f"task.scale_lr={task.scale_lr}: {kind} steps its optimizers itself; scale the "

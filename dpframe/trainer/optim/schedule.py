@@ -32,7 +32,7 @@ class StepSchedule(LambdaLR):
 def schedule_over(optimizer: Optimizer, scheduler: Any, name: str, task: Task) -> StepSchedule:
     """The task's schedule as the optimizer's scheduler, which has none."""
     schedule = task.lr_schedule
-    kind = (task.own_class or type(task)).__name__
+    kind = task.own_class.__name__
     if not isinstance(schedule, LRSchedule):
         raise UserError(
             f"{kind}.lr_schedule={schedule} is no schedule; use e.g. "

@@ -41,7 +41,7 @@ class Attributes:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._package = _package(task.own_class or type(task))
+        self._package = _package(task.own_class)
         self._held: list[Any] = []  # what is known by its identity has to stay alive
         self._before = {
             (name, key): self._mark(value)
@@ -79,7 +79,7 @@ class Attributes:
         if not unkept or self._has_warned or not is_main or keeps:
             return
         self._has_warned = True
-        name = (self._task.own_class or type(self._task)).__name__
+        name = self._task.own_class.__name__
         what = ", ".join(f"{path} ({kind})" for path, kind in unkept.items())
         log.warning(
             f"{name} has attributes that change in training and are not in checkpoints: {what}; "
@@ -152,7 +152,7 @@ def _own_modules(task: Task) -> Iterator[tuple[str, nn.Module]]:
     """The user's: torch's, Lightning's and metrics keep theirs by themselves."""
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for name, module in task.named_modules():
-        is_wrapper = module is task and task.own_class is not None
+        is_wrapper = module is task and task.own_class is not type(task)
         if _own_kind(module) and not (is_wrapper or isinstance(module, metric)):
             yield name, module
 

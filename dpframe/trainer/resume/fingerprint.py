@@ -141,8 +141,8 @@ def is_hidden(value: Any) -> bool:
 
 def of_code(task: Task, data: DataModule) -> Fingerprint:
     return {
-        "task's code": _digest(task.own_class or type(task)),
-        "data's code": _digest(data.own_class or type(data)),
+        "task's code": _digest(task.own_class),
+        "data's code": _digest(data.own_class),
     }
 
 
