@@ -13,6 +13,7 @@ from dpframe.composite import parts_of
 from dpframe.data.module import tensors_in
 from dpframe.errors import listed
 from dpframe.parameters import updated_by
+from dpframe.strategies.weights import Weights
 
 Named = Sequence[tuple[str, Tensor]]
 NAMES = "param_names"  # of a group, as torch's own optimizers over named parameters have it
@@ -38,10 +39,37 @@ def named_state(named: Named, optimizer: Optimizer, state: dict[str, Any]) -> di
     return {**state, "param_groups": named_groups}
 
 
-def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def fitted(
+    named: Named, sharding: Weights, optimizer: Optimizer, saved: dict[str, Any]
+) -> dict[str, Any]:
+    """The saved state for the weights of here: matched by name, checked, cut as these are."""
+    saved = _in_order(named, optimizer, saved)
+    if sharding.cuts:
+        states = dict(saved["state"])
+        for number, weight in enumerate(updated_by(optimizer)):
+            states[number] = {
+                name: sharding.shard_like(value, weight) if isinstance(value, Tensor) else value
+                for name, value in states.get(number, {}).items()
+            }
+        saved["state"] = {number: state for number, state in states.items() if state}
+    return _computed_as(optimizer.param_groups, saved)
+
+
+def keep_types(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
+    weights, owners = updated_by(optimizer), _owners_in(optimizer)
+    for number, (weight, part) in enumerate(zip(weights, owners, strict=True)):
+        kept = optimizer.state.get(weight, {})
+        for name, value in saved["state"].get(number, {}).items():
+            is_own = isinstance(value, Tensor) and _keeps_own_type(name, part)
+            if is_own and value.dtype != kept[name].dtype:
+                kept[name] = value.to(kept[name].device)
+
+
+def _in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """The saved state in the order of this optimizer's weights and groups, if it fits them."""
     weights, groups = updated_by(optimizer), saved["param_groups"]
-    owners = owners_in(optimizer)
+    owners = _owners_in(optimizer)
     places, order = _places(named, optimizer, saved), group_order(named, optimizer, saved)
     if isinstance(optimizer, LBFGS) and places != sorted(places):
         raise Mismatch("LBFGS keeps one state for all weights, whose order is another one here")
@@ -201,7 +229,7 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
 def _refuse_missing(states: dict[Any, Any], named: Named, optimizer: Optimizer) -> None:
     """By what torch's optimizer keeps of a weight after a step with the options of here."""
     kept: dict[Any, set[str]] = {}
-    owners = owners_in(optimizer)
+    owners = _owners_in(optimizer)
     for number, (group, weight) in enumerate(_weights_in(optimizer.param_groups)):
         state = states.get(number)
         # Of a weight without a gradient so far there is none.
@@ -236,7 +264,7 @@ def _of_groups(optimizer: Optimizer) -> list[Optimizer]:
     return [part for part in parts_of(optimizer) for _ in part.param_groups]
 
 
-def owners_in(optimizer: Optimizer) -> list[Optimizer]:
+def _owners_in(optimizer: Optimizer) -> list[Optimizer]:
     """For each weight the part that updates it."""
     return [part for part in parts_of(optimizer) for _ in updated_by(part)]
 
@@ -267,14 +295,14 @@ def _check_flat(state: Any, optimizer: Optimizer) -> None:
             raise Mismatch(f"LBFGS keeps {tuple(tensor.shape)} numbers there, {total} here")
 
 
-def keeps_own_type(key: str, optimizer: Optimizer) -> bool:
+def _keeps_own_type(key: str, optimizer: Optimizer) -> bool:
     """Whether its step takes this part of the state whatever the weight's type is."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     is_moment = key not in (*NUMBERS, *FACTORS) or (is_fused and key == "step")
     return not (is_moment and is_torchs(optimizer))
 
 
-def computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
+def _computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
     """The saved state with the implementation (`fused`, `foreach`) of these groups: torch keeps
     step counts where that needs them."""
     names = ("foreach", "fused", "capturable")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
-from torch.optim import SGD, Adafactor, Muon, Optimizer, Rprop
+from torch.optim import SGD, Adafactor, Muon, Rprop
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe.composite import name_of, parts_of
@@ -29,14 +29,13 @@ from dpframe.trainer.optim.schedule import (
 )
 from dpframe.trainer.optim.state import (
     Mismatch,
-    computed_as,
+    Options,
+    fitted,
     group_order,
     have_same_rates,
-    in_order,
-    keeps_own_type,
+    keep_types,
     named_state,
     options_of_groups,
-    owners_in,
     set_options,
 )
 from dpframe.trainer.outputs import Measured, Weighting
@@ -83,10 +82,11 @@ class OptimizerStep:
         updated = {id(weight) for weight in updated_by(self.optimizer)}
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
         self._named = list(task.named_parameters(remove_duplicate=False))
+        self._fitted = partial(fitted, self._named, strategy.sharding)
         # Whoever saves or loads its state, e.g. a strategy that has one of each process.
         with suppress(AttributeError):  # a user's class that has not called Optimizer.__init__
             self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
-            self.optimizer.register_load_state_dict_pre_hook(self._adapted)
+            self.optimizer.register_load_state_dict_pre_hook(self._fitted)
         parts = parts_of(self.optimizer)
         for part in parts:
             fuse(part, task, kinds=strategy.sharding.fused_optimizers)
@@ -323,71 +323,70 @@ class OptimizerStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What an optimizer of the same class has learned goes on. Options are those of here, and
-        where they decide the rates, these are as if they had been so from the start."""
-        optimizer, scheduler, made = self.optimizer, self.scheduler, self.options
+        """Goes on where the optimizer of this name was in a checkpoint, with the options of here.
+
+        A schedule goes on with the rates that it had there. If an option that decides them is
+        another one here, it is stepped again from its start, to where it was. Of an optimizer of
+        another class nothing but that place is taken over.
+        """
+        here, before = self.options, self._own(state["options"])
         saved, of_scheduler = self._own(state["optimizer"]), self._own(state["scheduler"])
-        before = self._own(state["options"])
-        groups, schedule = before["groups"], before["schedule"]
-        has_optimizer = before["kind"] == made["kind"]
-        has_scheduler = schedule["kind"] == made["schedule"]["kind"]
-        if has_optimizer:
-            order = group_order(self._named, optimizer, saved)
-            if has_scheduler and scheduler is not None and order != sorted(order):
-                raise Mismatch(
-                    f"{type(scheduler).__name__} keeps its rates in the order of the optimizer's "
-                    "groups, which is another one here"
-                )
-            groups = [groups[place] for place in order]
-        has_rates = has_optimizer and schedule == made["schedule"]
-        has_rates = has_rates and have_same_rates(optimizer, made["groups"], groups)
-        counts = follows_count(scheduler)
-        if has_rates and scheduler is not None:
-            scheduler.load_state_dict(of_scheduler)
-            if self.strategy.is_main:
-                warn_of_end(scheduler)
-        elif not has_rates:
-            is_told = schedule["by_step"] == self.schedules_steps if counts else has_scheduler
-            at = state["progress"]["global_step" if self.schedules_steps else "epoch"]
-            go_on(scheduler, of_scheduler if is_told else None, schedule["options"], at)
-        now = options_of_groups(optimizer)
-        if not has_optimizer:
+        is_same_class = before["kind"] == here["kind"]
+        groups = self._in_our_order(saved, before) if is_same_class else before["groups"]
+        keeps_rates = (
+            is_same_class
+            and before["schedule"] == here["schedule"]
+            and have_same_rates(self.optimizer, here["groups"], groups)
+        )
+        if keeps_rates:
+            self._load_schedule(of_scheduler)
+        else:
+            self._step_schedule(of_scheduler, before["schedule"], state["progress"])
+        if not is_same_class:
             return
-        adapted = self._adapted(optimizer, saved)
-        optimizer.load_state_dict(adapted)
-        if before["precision"] == made["precision"]:
-            self._keep_types(adapted)
-        align(optimizer)
-        set_options(optimizer, made["groups"], groups, now, with_rates=counts and not has_rates)
+        now = options_of_groups(self.optimizer)  # which loading replaces by those of there
+        self._load_optimizer(saved, keeps_types=before["precision"] == here["precision"])
+        with_rates = not keeps_rates and follows_count(self.scheduler)
+        set_options(self.optimizer, here["groups"], groups, now, with_rates=with_rates)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(self._own(state["scaler"]))
 
     def _own(self, states: dict[str, Any]) -> Any:
         return states[self.name] if self.name else states
 
-    def _adapted(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Saved state for the weights of here: matched by name, checked, and e.g. a momentum cut
-        as its weight is."""
-        saved = in_order(self._named, optimizer, saved)
-        if (sharding := self.strategy.sharding).cuts:
-            weights, states = updated_by(optimizer), dict(saved["state"])
-            for number, weight in enumerate(weights):
-                states[number] = {
-                    name: sharding.shard_like(value, weight) if isinstance(value, Tensor) else value
-                    for name, value in states.get(number, {}).items()
-                }
-            saved["state"] = {number: state for number, state in states.items() if state}
-        return computed_as(optimizer.param_groups, saved)
+    def _in_our_order(self, saved: dict[str, Any], before: dict[str, Any]) -> Options:
+        """The options of the groups there, each in the place that its weights' group has here."""
+        order = group_order(self._named, self.optimizer, saved)
+        is_same_kind = before["schedule"]["kind"] == self.options["schedule"]["kind"]
+        if is_same_kind and self.scheduler is not None and order != sorted(order):
+            raise Mismatch(
+                f"{type(self.scheduler).__name__} keeps its rates in the order of the optimizer's "
+                "groups, which is another one here"
+            )
+        return [before["groups"][place] for place in order]
 
-    def _keep_types(self, saved: dict[str, Any]) -> None:
-        """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
-        weights, owners = updated_by(self.optimizer), owners_in(self.optimizer)
-        for number, (weight, part) in enumerate(zip(weights, owners, strict=True)):
-            kept = self.optimizer.state.get(weight, {})
-            for name, value in saved["state"].get(number, {}).items():
-                is_own = isinstance(value, Tensor) and keeps_own_type(name, part)
-                if is_own and value.dtype != kept[name].dtype:
-                    kept[name] = value.to(kept[name].device)
+    def _load_schedule(self, saved: Any) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(saved)
+            if self.strategy.is_main:
+                warn_of_end(self.scheduler)
+
+    def _step_schedule(self, saved: Any, before: dict[str, Any], progress: dict[str, int]) -> None:
+        """`saved` tells how often, or what it follows, if the schedule there is alike enough;
+        otherwise the progress does."""
+        if follows_count(self.scheduler):
+            is_told = before["by_step"] == self.schedules_steps
+        else:
+            is_told = before["kind"] == self.options["schedule"]["kind"]
+        at = progress["global_step" if self.schedules_steps else "epoch"]
+        go_on(self.scheduler, saved if is_told else None, before["options"], at)
+
+    def _load_optimizer(self, saved: dict[str, Any], *, keeps_types: bool) -> None:
+        saved = self._fitted(self.optimizer, saved)
+        self.optimizer.load_state_dict(saved)
+        if keeps_types:
+            keep_types(self.optimizer, saved)
+        align(self.optimizer)
 
 
 def _scaled_backward(scaler: torch.amp.GradScaler, loss: Tensor) -> None:
