@@ -1,10 +1,12 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
+import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,6 @@ Kept = tuple[dict[str, Any], Any]
 """An output, and its weight."""
 Columns = dict[str, tuple[list[float], list[float]]]
 """By name: values and their weights, in order."""
-FAR = 1e9
 MOST_KEPT = 20_000  # numbers of outputs, until they are read and added up: some MB
 MOST_BITS = 1024  # whole numbers of more are no float
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
@@ -151,51 +152,67 @@ class Means:
         self, several: list["Means"], local: list[Sums], *, is_whole: bool = False
     ) -> list[Sums]:
         """Over all processes, by one all-reduce. All of them make it or none, whatever they have
-        measured themselves. A name that some of them have measured in each step of the whole, and
-        others in none, is refused."""
+        measured themselves. `is_whole`: a name that only some of them measure is refused."""
         if self._reduce is None or not several:
             return [{n: (float(a), float(b)) for n, (a, b) in sorted(s.items())} for s in local]
         both = list(zip(several, local, strict=True))
         while True:
-            # The first numbers count the names that are new here: if any process has one, all of
-            # them agree on the names again, so that the vectors line up.
-            numbers = [float(len(sums.keys() - set(one._names))) for one, sums in both]
+            vector = [float(len(sums.keys() - set(one._names))) for one, sums in both]
             for one, sums in both:
-                for name in one._names:
-                    for number in sums.get(name, (self._zero, self._zero)):
-                        numbers += number.spread() if isinstance(number, Exact) else [number]
-                    numbers += one._presence(name) if is_whole else []
-            numbers = self._reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
-            new = numbers[: len(both)]
+                vector += one._vector(sums, is_whole)
+            reduced = iter(self._reduce(torch.tensor(vector, dtype=torch.float64)).tolist())
+            # If any process has new names, all of them agree again, so that the vectors line up.
+            new = [next(reduced) for _ in both]
             if not any(new):
-                break
+                return [one._sums_in(reduced, is_whole) for one in several]
             for count, (one, sums) in zip(new, both, strict=True):
                 if count:
                     one._names = self._agree(sorted({*one._names, *sums}))
-        rest = iter(numbers[len(both) :])
-        sums_of: list[Sums] = [{} for _ in several]
-        for one, sums in zip(several, sums_of, strict=True):
-            for name in one._names:
-                sums[name] = self._next(rest), self._next(rest)
-                always, processes = (next(rest), next(rest)) if is_whole else (0.0, 0.0)
-                if 0 < always < processes:
-                    raise UserError(
-                        f"{int(always)} of {int(processes)} processes return {name!r} in each step "
-                        "and the others never, so that it would be the mean over a part of the "
-                        "rows; return or log it on all of them"
-                    )
-        return sums_of
 
-    def _presence(self, name: str) -> list[float]:
-        """1 where each output has the name, 0 where none has, far below where some have; and 1
-        where there are outputs to tell."""
+    def _vector(self, sums: Sums, is_whole: bool) -> Iterator[float]:
+        """This process's numbers of each name that all have agreed on."""
+        for name in self._names:
+            for number in sums.get(name, (self._zero, self._zero)):
+                yield from number.spread() if isinstance(number, Exact) else [number]
+            if is_whole:
+                yield from self._presence(name)
+
+    def _sums_in(self, reduced: Iterator[float], is_whole: bool) -> Sums:
+        """What the vectors of all processes come to."""
+        sums: Sums = {}
+        for name in self._names:
+            sums[name] = self._next(reduced), self._next(reduced)
+            if is_whole:
+                _refuse_a_part(name, Presence(*islice(reduced, len(Presence._fields))))
+        return sums
+
+    def _presence(self, name: str) -> "Presence":
+        """Of this process; a single output does not tell."""
         if self._outputs < 2:
-            return [0.0, 0.0]
+            return Presence(0.0, 0.0)
         times = self._times[name]
-        return [1.0 if times == self._outputs else -FAR if times else 0.0, 1.0]
+        is_mixed = 0 < times < self._outputs
+        return Presence(math.nan if is_mixed else float(times > 0), 1.0)
 
     def _next(self, numbers: Iterator[float]) -> float:
         return float(Exact.join(numbers)) if isinstance(self._zero, Exact) else next(numbers)
+
+
+class Presence(NamedTuple):
+    """In how many processes each output has a name. They add up: one NaN makes the sum NaN."""
+
+    always: float  # NaN: a process has it in some of its outputs, e.g. by the batch
+    processes: float
+
+
+def _refuse_a_part(name: str, presence: Presence) -> None:
+    always, processes = presence
+    if not math.isnan(always) and 0 < always < processes:
+        raise UserError(
+            f"{int(always)} of {int(processes)} processes return {name!r} in each step and the "
+            "others never, so that it would be the mean over a part of the rows; return or log it "
+            "on all of them"
+        )
 
 
 def pooled(several: Iterable[Means]) -> dict[str, float]:
