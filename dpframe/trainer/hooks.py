@@ -80,15 +80,15 @@ class Hooks:
         """For the hot path, which calls these itself."""
         return self._lists[name]
 
-    def bound(self, name: str, trainer: Any) -> list[Hook]:
-        """Those that take what is left of the arguments, for parts that have no Trainer, and do not
-        keep it: its workers end with the last use of it, not with a later garbage collection."""
+    def bound(self, trainer: Any, *names: str) -> list[list[Hook]]:
+        """By names, those that take what is left of the arguments, for parts that have no Trainer.
+        They do not keep it: its workers end with its last use, not with a garbage collection."""
         refer = ref(trainer)
 
         def bind(hook: Hook) -> Hook:
             return lambda *args: hook(refer(), *args)
 
-        return [bind(hook) for hook in self._lists[name]]
+        return [[bind(hook) for hook in self._lists[name]] for name in names]
 
     def call(self, name: str, trainer: Any, *args: Any) -> None:
         for hook in self._lists[name]:

@@ -30,7 +30,15 @@ from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.predictions import Predictions
-from dpframe.trainer.prepare import Training, look_again, make_evaluations, make_training, told
+from dpframe.trainer.prepare import (
+    Resumed,
+    Training,
+    Watchers,
+    look_again,
+    make_evaluations,
+    make_training,
+    told,
+)
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, begun
@@ -169,13 +177,10 @@ class Trainer(CallbackView):
             self.placed,
             self.settings,
             self.feed,
-            self.callbacks,
+            Watchers(self.callbacks, *self.hooks.bound(self, "on_batch_start", "on_batch_end")),
             self.progress,
             self.run,
-            on_batch_start=self.hooks.bound("on_batch_start", self),
-            on_batch_end=self.hooks.bound("on_batch_end", self),
-            resumed_from=state,
-            resume_anyway=resume_anyway,
+            Resumed(state, resume_anyway),
         )
         if state is not None:
             self._has_loaded = True

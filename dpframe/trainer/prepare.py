@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,7 +24,7 @@ from dpframe.trainer.callback import Callback
 from dpframe.trainer.checks.in_place import InPlace
 from dpframe.trainer.checks.left_out import LeftOut
 from dpframe.trainer.checks.loss_guard import LossGuard
-from dpframe.trainer.checks.own import Later, find_own
+from dpframe.trainer.checks.own import Later, Own, find_own
 from dpframe.trainer.checks.share_check import NOT_COMPARED, check_evaluation, check_shares
 from dpframe.trainer.compute.activations import drop_activations
 from dpframe.trainer.compute.compiled import Compiled
@@ -66,60 +66,47 @@ class Training:
     changes: list[str]  # what is not as it was there
 
 
+class Watchers(NamedTuple):
+    """Who is told how training goes."""
+
+    callbacks: Sequence[Callback]
+    on_batch_start: Sequence[Callable[..., None]]
+    on_batch_end: Sequence[Callable[..., None]]
+
+
+class Resumed(NamedTuple):
+    """What a run goes on from."""
+
+    state: dict[str, Any] | None  # of a checkpoint; None: it begins
+    anyway: bool  # even if its config or code was another one
+
+
 def make_training(
     placed: Placed,
     settings: TrainerSettings,
     feed: TrainingData,
-    callbacks: Sequence[Callback],
+    watchers: Watchers,
     progress: Progress,
     run: RunInfo,
-    *,
-    on_batch_start: Sequence[Callable[..., None]],
-    on_batch_end: Sequence[Callable[..., None]],
-    resumed_from: dict[str, Any] | None,
-    resume_anyway: bool,
+    resumed: Resumed,
 ) -> Training:
-    task, data, strategy = placed.task, placed.data, placed.strategy
+    """Makes the parts in the order in which they need each other, and refuses what can't be had."""
+    task, strategy = placed.task, placed.strategy
     profile = Profile() if settings.profile else None
     if settings.on_nonfinite == "skip":
         strategy.check_skips(max(settings.accumulate, 1 if settings.micro_batch is None else 2))
     validation = Evaluations(placed, "val", settings, feed.validation)
-    task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
-    task.scheduler_steps = feed.scheduler_steps(settings)
-    task.schedules_turns = settings.scheduler_every == "step"
+    tell_lengths(task, settings, feed)
     scaled_rates = None
     if task.scale_lr is not None:
         scaled_rates = ScaledRates.of(task, settings, feed.source.batch_size)
-    updates = turns_of(
-        task,
-        strategy,
-        settings,
-        placed.precision.scaler,
-        scaled_rates,
-    )
+    updates = turns_of(task, strategy, settings, placed.precision.scaler, scaled_rates)
     if task.optimizer_names and validation and not task.has_own("validation_step"):
         raise UserError(
             f"{type(task).__name__} has several optimizers, and training_step wants the name "
             "of one; write validation_step, or return None from val_dataset"
         )
-    monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
-    is_resumed = resumed_from is not None
-    drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
-    heed_own_modes(task)
-    modes_may_change = may_change_modes(task, callbacks)
-    if settings.micro_batch is not None and not modes_may_change:
-        refuse_cut_norms(task)
-    own = find_own(
-        placed,
-        settings,
-        feed,
-        updates,
-        progress,
-        modes_may_change=modes_may_change,
-    )
-    notes = check_shares(
-        placed, settings, feed, updates, progress, monitored, own, is_resumed=is_resumed
-    )
+    own, notes = compare_shares(placed, settings, feed, watchers, progress, updates, resumed)
     has_several = strategy.replicas > 1 or feed.cut is not None
     is_own = has_several and not strategy.logical_shares
     later = Later(task, settings, own) if is_own else None
@@ -132,24 +119,8 @@ def make_training(
     for update in updates.values() if left_out.may_be else ():
         if update.scaler is None:  # which leaves out such steps itself
             update.refuses = partial(guard.refuses_norm, progress=progress)
-    in_place = InPlace(task, strategy)
-    if in_place.is_needed:
-        on_batch_start = [*on_batch_start, in_place.begin]
-        on_batch_end = [in_place.end, *on_batch_end]
-    is_cuda = strategy.device.type == "cuda"
-    step = Step(
-        task,
-        strategy,
-        progress,
-        guard,
-        placed.task_metrics,
-        feed.to_device,
-        on_batch_start=on_batch_start,
-        on_batch_end=on_batch_end,
-        accumulates=settings.accumulate > 1 or settings.micro_batch is not None,
-        uses_cuda_graphs=is_cuda and settings.compile_mode in CUDA_GRAPH_MODES,
-        cut=feed.cut,
-    )
+    step = make_step(placed, settings, feed, watchers, progress, guard)
+    line = own.line
     state = Resumable(
         task=task,
         strategy=strategy,
@@ -157,18 +128,18 @@ def make_training(
         updates=updates,
         means=means,
         task_metrics=placed.task_metrics,
-        callbacks=callbacks,
+        callbacks=watchers.callbacks,
         progress=progress,
         attributes=Attributes(task),
         devices=strategy.local_devices,
         seed=placed.seed,
         recipe=run.recipe,
-        fingerprint=fingerprint(task, data, feed, updates, settings, run, placed.seed),
-        own=own.line,
+        fingerprint=fingerprint(task, placed.data, feed, updates, settings, run, placed.seed),
+        own=line,
     )
     changes = []
-    if resumed_from is not None:
-        changes = changes_since(resumed_from, state.fingerprint, anyway=resume_anyway)
+    if resumed.state is not None:
+        changes = changes_since(resumed.state, state.fingerprint, anyway=resumed.anyway)
     return Training(
         feed=feed,
         step=step,
@@ -181,10 +152,72 @@ def make_training(
         state=state,
         profile=profile,
         notes=[*notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],
-        own=own.line,
+        own=line,
         later=later,
-        resumed_from=resumed_from,
+        resumed_from=resumed.state,
         changes=changes,
+    )
+
+
+def tell_lengths(task: Task, settings: TrainerSettings, feed: TrainingData) -> None:
+    """The task's optimizers and schedules may ask for them."""
+    task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
+    task.scheduler_steps = feed.scheduler_steps(settings)
+    task.schedules_turns = settings.scheduler_every == "step"
+
+
+def compare_shares(
+    placed: Placed,
+    settings: TrainerSettings,
+    feed: TrainingData,
+    watchers: Watchers,
+    progress: Progress,
+    updates: Turns,
+    resumed: Resumed,
+) -> tuple[Own, Sequence[str]]:
+    """What each replica has of its own, and the share check's notes. Modules are in the modes that
+    the first step finds, as far as these are known before hooks are called."""
+    task, callbacks = placed.task, watchers.callbacks
+    drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
+    heed_own_modes(task)
+    modes_may_change = may_change_modes(task, callbacks)
+    if settings.micro_batch is not None and not modes_may_change:
+        refuse_cut_norms(task)
+    own = find_own(placed, settings, feed, updates, progress, modes_may_change=modes_may_change)
+    monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
+    is_resumed = resumed.state is not None
+    return own, check_shares(
+        placed, settings, feed, updates, progress, monitored, own, is_resumed=is_resumed
+    )
+
+
+def make_step(
+    placed: Placed,
+    settings: TrainerSettings,
+    feed: TrainingData,
+    watchers: Watchers,
+    progress: Progress,
+    guard: LossGuard,
+) -> Step:
+    """What computes the gradients of an update, with hooks around each batch."""
+    task, strategy = placed.task, placed.strategy
+    begin, end = watchers.on_batch_start, watchers.on_batch_end
+    in_place = InPlace(task, strategy)
+    if in_place.is_needed:
+        begin, end = [*begin, in_place.begin], [in_place.end, *end]
+    is_cuda = strategy.device.type == "cuda"
+    return Step(
+        task,
+        strategy,
+        progress,
+        guard,
+        placed.task_metrics,
+        feed.to_device,
+        on_batch_start=begin,
+        on_batch_end=end,
+        accumulates=settings.accumulate > 1 or settings.micro_batch is not None,
+        uses_cuda_graphs=is_cuda and settings.compile_mode in CUDA_GRAPH_MODES,
+        cut=feed.cut,
     )
 
 
