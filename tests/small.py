@@ -1,16 +1,19 @@
 """A network that trains in milliseconds, its data, and a Trainer over them."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks import progress as bar
+from dpframe.data import Loader
+from dpframe.data.source import Here, Source
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -249,3 +252,12 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one.to_dense(), other.to_dense())
     return bool(one == other) or (one != one and other != other)
+
+
+def loader_of(dataset: Any, **given: Any) -> Loader:
+    """A Loader of a data set; what is given is for its Source, for the process that reads, or for
+    itself."""
+    plain = {"batch_size": 10, "shuffle": False, "sampler": None, "workers": 0}
+    given = {**plain, "collate": default_collate, "shares": lambda rows: [rows], **given}
+    of = [{f.name: given.pop(f.name) for f in fields(k) if f.name in given} for k in (Source, Here)]
+    return Loader(Source(dataset, **of[0]), Here(**of[1]), **given)

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from recorded import weights, weights_apart
-from small import Given, Hooks, fitted
+from small import Given, Hooks, fitted, loader_of
 from torch import Tensor, nn
 
 from dpframe import Task, UserError
-from dpframe.data import Loader
 from dpframe.data.stream import Division
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import CPU
@@ -99,8 +98,8 @@ def test_each_row_of_a_divided_stream_is_read_once(ranks, workers):
     for rank in range(ranks):
         division = Division(stream(), ranks, workers)
         assert division.workers == workers
-        loader = Loader(
-            division.part(stream(), rank),
+        loader = loader_of(
+            stream(),
             batch_size=4,
             shares=lambda rows, ranks=ranks: [rows[: -(-len(rows) // ranks)]],
             workers=workers,

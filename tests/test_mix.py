@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from forked import on
-from small import Hooks, Listed, Rows, Small, Stream, fitted
+from small import Hooks, Listed, Rows, Small, Stream, fitted, loader_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpframe import DataModule, Mix, Strategy, UserError
-from dpframe.data import Loader, split
+from dpframe.data import split
 from dpframe.strategies import CPU, DDP, DataParallel
 
 EXACT = 1e-12
@@ -28,7 +28,7 @@ def mixed(weights: Any = WEIGHTS, *, epochs: int = 1, rows: int | None = None, *
     """The rows of each epoch."""
     options: dict[str, Any] = {"batch_size": 8, "shuffle": True, "collate": list} | how
     mix = Mix(sets(**SIZES), weights, rows)
-    loader = Loader(mix, shares=partial(split, replicas=1), **options)
+    loader = loader_of(mix, shares=partial(split, replicas=1), **options)
     return [
         [row for batch in loader.epoch(epoch) for share in batch.shares for row in share.batch]
         for epoch in range(epochs)
@@ -73,16 +73,15 @@ def test_each_set_goes_on_in_the_next_epoch_and_has_another_order_in_each_pass(h
 
 def test_sets_of_one_size_have_orders_of_their_own():
     mix = Mix(sets(a=50, b=50), {"a": 1, "b": 1})
-    loader = Loader(mix, shares=lambda rows: [rows], batch_size=100, shuffle=True, collate=list)
+    loader = loader_of(mix, batch_size=100, shuffle=True, collate=list)
     [batch] = loader.epoch(0)
     rows = batch.shares[0].batch
     assert [row[2:] for row in of("a", rows)] != [row[2:] for row in of("b", rows)]
 
 
 def test_a_part_of_an_epoch_is_that_of_the_whole_and_workers_read_it():
-    loader = Loader(
+    loader = loader_of(
         Mix(sets(**SIZES), WEIGHTS),
-        shares=lambda rows: [rows],
         batch_size=8,
         shuffle=True,
         collate=list,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Given, Rows, Small, fitted, is_same, trainer
+from small import Given, Rows, Small, fitted, is_same, loader_of, trainer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
@@ -73,7 +73,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def used(dataset: Dataset, **given: Any) -> list[str]:
-    loader = Loader(dataset, batch_size=10, shares=lambda rows: [rows], **given)
+    loader = loader_of(dataset, batch_size=10, **given)
     side = Noted()
     prefetch = Prefetch(loader, Strategy().to_device, side)  # type: ignore[arg-type]
     for number, batch in enumerate(prefetch.epoch(), 1):
@@ -308,7 +308,7 @@ def test_a_batch_is_made_where_the_data_is():
     def place(table: Table) -> Table:
         return Table(tuple(tensor.to("meta") for tensor in table.tensors))
 
-    loader = Loader(
+    loader = loader_of(
         Rows(10).train,
         batch_size=4,
         shares=lambda rows: list(torch.chunk(rows, 2)),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import loader_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
@@ -153,7 +154,7 @@ def mixed(rows: int) -> Mix:
 
 
 def loader(dataset: Any, **given: Any) -> Loader:
-    return Loader(dataset, batch_size=128, shares=lambda rows: [rows], collate=list, **given)
+    return loader_of(dataset, batch_size=128, collate=list, **given)
 
 
 def together(rows: int) -> Loader:

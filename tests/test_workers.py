@@ -21,8 +21,8 @@ import small
 import torch
 from conftest import descendants
 from forked import fresh, stop_forks
-from small import Given, Hooks, Stream, fitted, is_same, trainer
-from test_data import Bad, BadStream, loader_of
+from small import Given, Hooks, Stream, fitted, is_same, loader_of, trainer
+from test_data import Bad, BadStream
 from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
@@ -36,7 +36,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.banner import banner
-from dpframe.data import Loader, workers
+from dpframe.data import workers
 from dpframe.data.workers import chosen
 from dpframe.errors import Failure
 from dpframe.launch import watchdog
@@ -217,7 +217,7 @@ class Dies(Bad):
 def failure(dataset: Dataset, **given: Any) -> str:
     """The line that a fault of a worker ends with, after which no worker is left."""
     before, handler = set(descendants()), signal.getsignal(signal.SIGCHLD)
-    loader = Loader(dataset, batch_size=4, shares=lambda rows: [rows], workers=2, **given)
+    loader = loader_of(dataset, batch_size=4, workers=2, **given)
     with pytest.raises(Failure) as caught:
         for _ in loader.epoch():
             assert signal.getsignal(signal.SIGCHLD) is handler, "torch's would raise within a step"
@@ -465,10 +465,9 @@ def begun(hung: int, persistent: bool) -> tuple[list[Any], list[str], str]:
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dpframe").addHandler(handler)
-    loader = Loader(
+    loader = loader_of(
         Rows(noise="torch"),
         batch_size=4,
-        shares=lambda rows: [rows],
         shuffle=True,
         seed=3,
         workers=2,
@@ -515,7 +514,7 @@ def test_a_loader_whose_workers_were_lost_starts_others(tmp_path):
                 super().killed()
             return self[0]
 
-    loader = Loader(Once("killed"), batch_size=4, shares=lambda rows: [rows], workers=1)
+    loader = loader_of(Once("killed"), batch_size=4, workers=1)
     with pytest.raises(Failure):
         list(loader.epoch())
     assert len(list(loader.epoch())) == 3

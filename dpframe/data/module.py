@@ -210,6 +210,15 @@ def split(rows: Sequence, replicas: int) -> list[Sequence]:
     return [rows[start * size : (start + 1) * size] for start in range(replicas)]
 
 
+def places_of(shares: Shares, places: Sequence[int]) -> list[Sequence[int]]:
+    """Of the rows of the local shares, in a batch."""
+    try:
+        return shares(places)
+    except TypeError:  # of a strategy that cuts tensors alone
+        numbers: Any = torch.tensor(places)
+        return [share.tolist() for share in shares(numbers)]  # type: ignore[attr-defined]
+
+
 class Pieces(list):
     """The batches of a share's pieces, which were collated one by one."""
 
@@ -269,6 +278,19 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if items is None:
         return function(value)
     return _with(value, {key: mapped(function, part) for key, part in items.items()})
+
+
+def pinned(value: Any) -> Any:
+    """A batch in pinned memory, as a DataLoader's pin_memory does, but for tensors that can't be
+    there: those on a GPU, and sparse ones."""
+    return mapped(_pinned, value)
+
+
+def _pinned(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        can_be = leaf.device.type == "cpu" and leaf.layout == torch.strided
+        return leaf.pin_memory() if can_be else leaf
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -14,12 +14,29 @@ from torch.utils.data import (
 )
 
 from dpframe.data.batches import Batches
-from dpframe.data.module import DataModule
+from dpframe.data.module import DataModule, Shares
+from dpframe.data.reading import Table
 from dpframe.data.settings import BY_RANK, DataSettings
+from dpframe.data.workers import Workers
 from dpframe.errors import UserError
 
 # Methods of a DataLoader by which it does not read.
 NOT_READ_BY = {"__init__", "__len__", "__setattr__", "check_worker_number_rationality"}
+
+
+@dataclass(frozen=True)
+class Here:
+    """The process that reads, and what it does together with the others of its job."""
+
+    shares: Shares
+    rank: int = 0  # by which its workers draw random numbers of their own
+    first_share: int | None = None  # its first logical share, by which collates of a stream draw
+    agree: Callable[[Any], Any] = lambda value: value  # all get the main process's value
+    # All get the sums of their numbers, to count the rows of each of a stream's batches.
+    tally: Callable[[list[float]], list[float]] | None = None
+    # Where data that is tensors is kept: they go in, and come out there.
+    place: Callable[[Table], Table] = lambda table: table
+    pins: bool = False  # batches, for a GPU
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class Source:
     batch_size: int  # global: rows over all replicas; 0: unknown, of ready batches
     shuffle: bool
     sampler: Any  # an Iterable, or of several sets their Parts
-    workers: int | str
+    workers: int | str | Workers
     collate: Callable[[list], Any]
     drop_last: bool = False
     label: str = "train_sampler returned"  # begins the errors about the sampler

@@ -170,6 +170,7 @@ class Reader:
         self.nothing = [(None, 0)] * len(shares(range(batch_size))), 0
         self.has_state = hasattr(rows.dataset, "state_dict") and not has_buffer(rows.dataset)
         self._seen, self._is_over = 0, False
+        self.name = rows.name
         self._opened: Iterator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -121,6 +121,7 @@ class Processes:
         """`answer` reads `rows`. No timeout is 0; `options` are those of a DataLoader. "auto" are
         persistent workers that end where the rows that they have are not those of this process."""
         signals.share_sockets()
+        self.count = count
         self._timeout_seconds = timeout_seconds
         self._has_begun = torch.zeros(count, dtype=torch.bool).share_memory_()
         self._is_reading = torch.zeros(count, dtype=torch.bool).share_memory_()

@@ -21,7 +21,7 @@ from dpframe.data.mix import Mix
 from dpframe.data.order import Order, SamplerOrder, TogetherOrder
 from dpframe.data.pieces import Cut
 from dpframe.data.prefetch import keep_on, prefetched
-from dpframe.data.source import Source
+from dpframe.data.source import Here, Source
 from dpframe.data.stream import Division
 from dpframe.data.together import Together, together
 from dpframe.data.workers import Workers, cores_per_rank, measured
@@ -330,37 +330,33 @@ def _loader(
     is_ready = isinstance(source.dataset, Batches)
     if division is not None and not is_ready:
         _refuse_idle_ranks(source.batch_size, strategy)
-    loader = Loader(
-        division.part(source.dataset, strategy.rank) if division else source.dataset,
-        batch_size=source.batch_size,
+    here = Here(
         shares=strategy.split_rows,
-        shuffle=source.shuffle,
-        seed=seed,
-        sampler=source.sampler,
-        workers=workers,
-        collate=source.collate,
-        piece=piece,
-        pin_memory=source.pin_memory
-        and strategy.device.type != "cpu"
-        and has_streams(strategy.device),
         rank=0 if strategy.logical_shares else strategy.rank,
         first_share=strategy.first_share,
         agree=strategy.collectives.broadcast,
-        timeout_seconds=source.timeout_seconds or settings.data_timeout_seconds,
+        tally=strategy.collectives.sum_numbers,
         place=partial(
             keep_on,
             strategy.device if has_one_replica else torch.device("cpu"),
             dtype=strategy.dtype,
             data_on_device=settings.data_on_device,
         ),
+        pins=strategy.device.type != "cpu" and has_streams(strategy.device),
+    )
+    loader = Loader(
+        replace(
+            source,
+            workers=workers,
+            timeout_seconds=source.timeout_seconds or settings.data_timeout_seconds,
+        ),
+        here,
+        seed=seed,
+        piece=piece,
         division=division,
-        tally=strategy.collectives.sum_numbers if division or source.may_differ else None,
         look=partial(_look_at_first, source, strategy, refuses_copies)
         if division is not None and is_ready
         else None,
-        drop_last=source.drop_last,
-        label=source.label,
-        options=source.options,
     )
     if source.is_loader:
         loader.how += ", batches and order by its DataLoader"

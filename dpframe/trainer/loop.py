@@ -187,7 +187,7 @@ class Trainer(CallbackView):
             training.changes.extend(training.state.restore(state))
             self.metrics = dict(state["metrics"])
             self.hooks.call("on_load", self, state)
-        self.is_over = bool(self.settings.reached(self.epoch, self.global_step))
+        self.is_over = bool(self.settings.reached(self.progress.epoch, self.progress.global_step))
         self.should_stop = False
         if self.settings.sanity_batches and training.validation:
             self.is_validating = True  # still so in an error of it
@@ -462,7 +462,7 @@ class Trainer(CallbackView):
         if training.profile is not None:
             training.profile.start()
         self.progress.start_clock()
-        training.calendar.begin(self.global_step)
+        training.calendar.begin(self.progress.global_step)
         self.has_begun = True
         try:
             yield
