@@ -30,37 +30,54 @@ def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str
         dotted = key.replace("/", ".")
         return f"did you mean {dotted}?" if has(config, dotted) else hint(config, dotted, offers)
     known, node = _known(config, key)
-    here, head, name = ".".join(known), key.split(".")[0], key.rpartition(".")[2]
-    is_open = head in (*PARTS, *OPEN)  # where a user adds keys
+    if not isinstance(node, dict) or ".".join(known) == SCALE:
+        return _without_keys(".".join(known), node, key)
+    if place := _in_other_places(config, key, known, offers):
+        return place
+    return _in_group(node, key, known) if known else _at_the_top(config, key)
+
+
+def _without_keys(here: str, node: Any, key: str) -> str:
+    """`here` is a value, and the key would be below it."""
     if isinstance(node, list):
         return f"{here} is a list; set all of it, as {here}=[…]"
     if here == SCALE:
-        return suggestion(name, SCALE_KEYS).replace("mean ", f"mean {here}.")
-    if node is None:
-        return _class_first(here, key) if is_open else f"{here} is null; set all of it, as {here}=…"
-    if not isinstance(node, dict):
+        return suggestion(key.rpartition(".")[2], SCALE_KEYS).replace("mean ", f"mean {here}.")
+    if node is not None:
         return f"{here} is one value, with nothing in it"
+    if _is_open(key):
+        return _class_first(here, key)
+    return f"{here} is null; set all of it, as {here}=…"
+
+
+def _in_other_places(
+    config: Mapping[str, Any], key: str, known: list[str], offers: Sequence[str]
+) -> str:
+    """Where such a name is: in this config, or with another option."""
+    head, name = key.split(".")[0], key.rpartition(".")[2]
     if brings_it := [each for each in offers if each.endswith(f" {key}")]:
         return f"{brings_it[0].split()[0]} has it"
     if meant := elsewhere(config, name) or ([] if known else elsewhere(config, head)):
         return f"did you mean {' or '.join(meant)}?"
-    if here == "trainer" and name in config:  # e.g. strategy, an argument of other Trainers
+    if known == ["trainer"] and name in config:  # e.g. strategy, an argument of other Trainers
         return f"did you mean {name}?"
-    if offers:
-        return " has ".join(offers[0].split())
-    if not known:
-        return _at_the_top(config, head, name)
-    given, *below = key.split(".")[len(known) :] or [name]
+    return " has ".join(offers[0].split()) if offers else ""
+
+
+def _in_group(node: dict[str, Any], key: str, known: list[str]) -> str:
+    """The nearest name in the group that is `known`, or how a key is added to it."""
+    here = ".".join(known)
+    given, *below = key.split(".")[len(known) :] or [key.rpartition(".")[2]]
     there = [str(each) for each in node if str(each)[0] != "_"]
     if "_args_" in node and not there:
         return f"its parts are the list {here}._args_"
     near = suggestion(given, there).replace("mean ", f"mean {here}.")
-    if not is_open or near.startswith("did"):
+    if near.startswith("did") or not _is_open(key):
         return near
-    if below:
-        part = f"{here}.{given}"
-        return f"+{part}._target_=… adds it" if here in OF_CLASSES else _class_first(part, key)
-    return f"+{key}=… adds it" + (", if its class takes it" if "_target_" in node else "")
+    if not below:
+        return f"+{key}=… adds it" + (", if its class takes it" if "_target_" in node else "")
+    part = f"{here}.{given}"
+    return f"+{part}._target_=… adds it" if here in OF_CLASSES else _class_first(part, key)
 
 
 def elsewhere(config: Mapping[str, Any], name: str) -> list[str]:
@@ -89,7 +106,14 @@ def may_take(config: Mapping[str, Any], key: str) -> bool:
     return isinstance(path, str) and not path.startswith(COMPLETE)
 
 
-def _at_the_top(config: Mapping[str, Any], head: str, name: str) -> str:
+def _is_open(key: str) -> bool:
+    """Whether a user adds keys there."""
+    return key.split(".")[0] in (*PARTS, *OPEN)
+
+
+def _at_the_top(config: Mapping[str, Any], key: str) -> str:
+    """None of its parts is there; the last one may be that of another group."""
+    head, name = key.split(".")[0], key.rpartition(".")[2]
     if head in modes.UNINSTALLED and head not in modes.names():
         return modes.UNINSTALLED[head]
     if name in WHOLE:
