@@ -119,23 +119,32 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     """
     resume, checkpoint = value_of("resume", overrides), value_of("checkpoint", overrides)
     if resume is not None:
-        run = _resumed_run(resume, runs() if resume == "last" else Path())
-        saved = saved_overrides(run or run_directory(_file("resume", resume)))
-        kept = [each for each in saved if _is_kept(each, saved, overrides)]
-        refuse_calls(kept, f"resume={resume}")
-        return [*kept, *overrides]
-    if checkpoint in (None, NONE) or not modes.evaluates(value_of("mode", overrides)):
-        return list(overrides)
-    # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
+        return [*_of_resumed(resume, overrides, runs), *overrides]
+    if checkpoint not in (None, NONE) and modes.evaluates(value_of("mode", overrides)):
+        return [*_of_evaluated(checkpoint, overrides), *overrides]
+    return list(overrides)
+
+
+def _of_resumed(resume: str, typed: Sequence[str], runs: Callable[[], Path]) -> list[str]:
+    """The config of the run that goes on."""
+    run = _resumed_run(resume, runs() if resume == "last" else Path())
+    saved = saved_overrides(run or run_directory(_file("resume", resume)))
+    kept = [each for each in saved if _is_kept(each, saved, typed)]
+    refuse_calls(kept, f"resume={resume}")
+    return kept
+
+
+def _of_evaluated(checkpoint: str, typed: Sequence[str]) -> list[str]:
+    """The config of its checkpoint's run, except for the machine it ran on."""
     saved = saved_overrides(run_directory(_file("checkpoint", checkpoint)))
-    theirs, recipe = value_of("recipe", saved), value_of("recipe", overrides)
+    theirs, recipe = value_of("recipe", saved), value_of("recipe", typed)
     if theirs is not None and recipe is not None and theirs != recipe:
         refuse_recipe(checkpoint, theirs, recipe)
-    kept = [each for each in saved if _is_evaluated(each, saved, overrides)]
+    kept = [each for each in saved if _is_evaluated(each, saved, typed)]
     refuse_calls(kept, f"checkpoint={checkpoint}")
     if value_of("experiment", kept) is not None:  # it may set a limit: `experiment=debug` does
         kept += [f"{limit}=null" for limit in LIMITS]
-    return [*kept, *overrides]
+    return kept
 
 
 def refuse_recipe(checkpoint: str, theirs: str, recipe: str) -> NoReturn:
@@ -158,14 +167,18 @@ def refuse_calls(saved: Sequence[str], what: str) -> None:
 def must_be_typed(override: str) -> bool:
     """Whether an override of a directory may name something to call, or says where files or numbers
     go or what is read."""
-    key, value = key_of(override), override.partition("=")[2]
     if re.search(r"_target_|_args_|[$@]", override):
         return True
+    key, _, value = override.lstrip("+~").partition("=")
     words = set(re.findall(r"\w+", value))
-    if key in ("logger", "strategy"):
-        return not words <= LOCAL_LOGGERS if key == "logger" else "ray" in words
-    part, _, name = key.partition(".")
-    return key in TYPED_AGAIN or (part == "logger" and name.partition(".")[0] not in LOCAL_LOGGERS)
+    if key == "logger":
+        return not words <= LOCAL_LOGGERS
+    if key == "strategy":
+        return "ray" in words
+    group, _, below = key.partition(".")
+    if group == "logger":
+        return below.partition(".")[0] not in LOCAL_LOGGERS
+    return key in TYPED_AGAIN
 
 
 def refuse_brought(
@@ -219,21 +232,23 @@ def as_notes(overrides: Sequence[str]) -> str:
 
 
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
-    key = key_of(override)
+    """Whether a saved override counts beside those that are typed."""
+    key, of_typed = key_of(override), [key_of(each) for each in typed]
     if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra"):
         return False
-    if key in map(key_of, typed) and must_be_typed(override):
+    if key in of_typed and must_be_typed(override):
         return False
     for group in ("strategy", "task/schedule"):
         if key.startswith(f"{group.replace('/', '.')}."):  # another option has other keys
-            chosen = [o for o in typed if key_of(o) == group]
-            return key not in map(key_of, typed) and all(o in saved for o in chosen)
-    same = [o for o in typed if key_of(o) == key]
-    is_added = override.startswith("+") and "." in key  # the key has to exist before it is changed
-    return not same or (is_added and not any(o.startswith("+") for o in same))
+            options = [each for each in typed if key_of(each) == group]
+            return key not in of_typed and all(option in saved for option in options)
+    if override.startswith("+") and "." in key:  # the key has to exist before it is changed
+        return not any(each.startswith("+") for each in typed if key_of(each) == key)
+    return key not in of_typed
 
 
 def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
+    """The same for an evaluation, which may be on another machine."""
     key = key_of(override)
     group = key.partition(".")[0]
     if key in (*OF_ITS_MACHINE, *OF_TRAINING, *LIMITS) or group == "strategy":
