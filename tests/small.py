@@ -254,10 +254,10 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def loader_of(dataset: Any, **given: Any) -> Loader:
+def loader_of(dataset: Any, batch_size: int = 10, **given: Any) -> Loader:
     """A Loader of a data set; what is given is for its Source, for the process that reads, or for
     itself."""
-    plain = {"batch_size": 10, "shuffle": False, "sampler": None, "workers": 0}
+    plain = {"batch_size": batch_size, "shuffle": False, "sampler": None, "workers": 0}
     given = {**plain, "collate": default_collate, "shares": lambda rows: [rows], **given}
     of = [{f.name: given.pop(f.name) for f in fields(k) if f.name in given} for k in (Source, Here)]
     return Loader(Source(dataset, **of[0]), Here(**of[1]), **given)

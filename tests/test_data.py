@@ -139,7 +139,7 @@ def test_skip_and_limit_are_numbers_of_batches_in_the_epoch(kind, workers):
 
 def test_a_worker_draws_by_the_share_and_not_by_what_it_read_before():
     def drawn(workers: int, skip: int) -> list[list[float]]:
-        loader = loader_of(Noisy(20), batch_size=5, workers=workers, seed=3)
+        loader = loader_of(Noisy(20), 5, workers=workers, seed=3)
         return [batch.shares[0].batch.tolist() for batch in loader.epoch(2, skip=skip)]
 
     whole = drawn(2, 0)
@@ -163,16 +163,16 @@ def test_a_subset_of_tensors_is_tensors_and_a_data_set_of_ones_own_is_not():
     assert [column.tolist() for column in table.whole()] == [[7, 1, 5], [14, 2, 10]]
     assert len(table) == 3
     assert all(a is b for a, b in zip(table.tensors, rows.tensors, strict=True))  # no copy
-    (batch,) = loader_of(subset, batch_size=3).epoch()
+    (batch,) = loader_of(subset, 3).epoch()
     assert [column.tolist() for column in batch.shares[0].batch] == [[7, 1, 5], [14, 2, 10]]
     assert not is_tensors(Own(torch.arange(10)))
-    batches = loader_of(Own(torch.arange(4)), batch_size=4).epoch()
+    batches = loader_of(Own(torch.arange(4)), 4).epoch()
     assert [batch.shares[0].batch.tolist() for batch in batches] == [[-1] * 4]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collate_of_ones_own_is_called_with_rows(kind):
-    loader = loader_of(KINDS[kind](4), batch_size=3, collate=len)
+    loader = loader_of(KINDS[kind](4), 3, collate=len)
     assert [batch.shares[0].batch for batch in loader.epoch()] == [3, 1]
 
 
@@ -182,12 +182,12 @@ def test_no_dataloader_is_between_where_there_are_no_workers(monkeypatch, datase
         raise AssertionError("a DataLoader was asked")
 
     monkeypatch.setattr(DataLoader, "__iter__", refuse)
-    assert sum(batch.rows for batch in loader_of(dataset, batch_size=8).epoch()) == 16
+    assert sum(batch.rows for batch in loader_of(dataset, 8).epoch()) == 16
 
 
 def test_rows_that_draw_leave_the_random_numbers_of_the_process_as_they_are():
     before = seeding.random_state()
-    list(loader_of(Noisy(16), batch_size=8).epoch())
+    list(loader_of(Noisy(16), 8).epoch())
     assert is_same(seeding.random_state(), before)
 
 
@@ -374,7 +374,7 @@ def test_a_user_may_say_that_a_data_set_is_a_ready_loader():
 
 def sampled(name: str, **given: Any) -> Loader:
     rows = TensorDataset(torch.arange(ROWS))
-    return loader_of(rows, batch_size=5, sampler=SAMPLERS[name](), seed=SEED, **given)
+    return loader_of(rows, 5, sampler=SAMPLERS[name](), seed=SEED, **given)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -495,7 +495,7 @@ def test_rows_that_do_not_fit_together_are_told_with_their_numbers(dataset, work
     for fault, line in LINES.items():
         rows = dataset(fault)
         with pytest.raises(UserError) as caught:
-            list(loader_of(rows, batch_size=4, workers=workers).epoch())
+            list(loader_of(rows, 4, workers=workers).epoch())
         assert str(caught.value).startswith(line.format(type(rows).__name__)), fault
 
 
@@ -514,7 +514,7 @@ def test_a_row_that_torch_can_never_stack_is_one_line():
 def test_what_a_row_raises_keeps_its_traceback_and_has_its_number(dataset, workers):
     rows = dataset("odd")
     with pytest.raises(LookupError, match="it is broken") as caught:
-        list(loader_of(rows, batch_size=4, workers=workers).epoch())
+        list(loader_of(rows, 4, workers=workers).epoch())
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert told.rstrip().endswith(f"while reading row 9 of {type(rows).__name__}")
     if workers:
@@ -536,5 +536,5 @@ def test_rows_read_together_and_a_collate_of_ones_own_are_told_by_all_their_numb
         (Bad(""), {"collate": collate}, "while collating rows 0 1 2 3 of Bad"),
     ):
         with pytest.raises(LookupError) as caught:
-            list(loader_of(dataset, batch_size=4, **given).epoch())
+            list(loader_of(dataset, 4, **given).epoch())
         assert caught.value.__notes__ == [note]

@@ -66,7 +66,7 @@ class Noisy(Dataset):
 
 def read(dataset: Dataset, workers: int, *, epoch: int = 0, skip: int = 0, **given: Any) -> Tensor:
     """An epoch's rows, in their order."""
-    loader = loader_of(dataset, batch_size=8, workers=workers, seed=3, **given)
+    loader = loader_of(dataset, 8, workers=workers, seed=3, **given)
     return torch.cat([batch.shares[0].batch[0] for batch in loader.epoch(epoch, skip=skip)])
 
 
@@ -108,11 +108,11 @@ def test_workers_notice_any_row_that_draws(workers):
 
 def test_rows_that_draw_later_are_noticed_at_the_fourth_batch_and_are_then_no_process_s():
     dataset = Now()
-    loader = loader_of(dataset, batch_size=5, seed=3)
+    loader = loader_of(dataset, 5, seed=3)
     before = torch.get_rng_state()
     batches = [batch.shares[0].batch[0] for batch in loader.epoch(0)]
     assert torch.equal(torch.get_rng_state(), before)
-    by_worker = loader_of(Now(), batch_size=5, seed=3, workers=1).epoch(0)
+    by_worker = loader_of(Now(), 5, seed=3, workers=1).epoch(0)
     assert is_same(batches, [batch.shares[0].batch[0] for batch in by_worker])
     assert dataset.reads == ROWS + 5  # those of one batch twice
 
@@ -135,7 +135,7 @@ def test_rows_that_are_read_together_draw_one_by_one():
 
 
 def test_rows_to_evaluate_on_draw_the_same_each_time():
-    loader = loader_of(Noisy("torch's global one"), batch_size=8, seed=3)
+    loader = loader_of(Noisy("torch's global one"), 8, seed=3)
     first, second = ([batch.shares[0].batch for batch in loader.epoch()] for _ in range(2))
     assert is_same(first, second)
 

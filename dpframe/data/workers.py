@@ -1,42 +1,30 @@
 """Data workers: how many pay off, and one line for a worker that dies or hangs."""
 
-import copy
-import faulthandler
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpframe import seeding
 from dpframe.data.answers import Answers
 from dpframe.data.contents import Contents, changed
 from dpframe.data.reading import Rows
+from dpframe.data.watched import NotBegun, Watched
 from dpframe.devices.accelerator import cores
-from dpframe.errors import Failure, UserError
+from dpframe.errors import UserError
 from dpframe.launch import signals, watchdog
 
 SLOW_SECONDS = 0.005  # to read a batch; a worker takes about 0.002 to hand one over
 MAX_WORKERS = 8
 END = object()  # of an epoch
-LOOK_SECONDS = 0.001  # between two looks at whether all workers have begun
-MEANING = {
-    "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
-    "SIGBUS": "there was no shared memory left: raise the limit of /dev/shm, or set data.workers=0",
-    "SIGSEGV": "a library that it calls is broken: data.workers=0 may show where",
-}
-
 BEGIN_AGAIN = (
     "data workers begin again before each epoch where the data set has changed, as %s has; "
     "data.persistent_workers=true keeps them as they are"
@@ -96,12 +84,12 @@ def _seconds_of_a_batch(rows: Rows, share: int) -> float:
 
 
 class Processes:
-    """The workers of a DataLoader, which answer requests in their order.
+    """The workers of a DataLoader, which answer requests in their order: `read` is the door.
 
-    A worker that dies or hangs is one line; other errors pass. A thread waits for the answers: the
-    DataLoader's `timeout` counts seconds in which the whole job is stopped, and does not cover the
-    transfer of a tensor's memory, which waits for ever for a worker that is stopped or keeps its
-    GIL. The end of the workers ends that wait.
+    A worker that dies or hangs is one line, of `Watched`; other errors pass. A thread waits for the
+    answers: the DataLoader's `timeout` counts seconds in which the whole job is stopped, and does
+    not cover the transfer of a tensor's memory, which waits for ever for a worker that is stopped
+    or keeps its GIL. The end of the workers ends that wait.
 
     Forked workers that have not begun in time are killed and started again before they are asked
     for anything: a fork may inherit a lock that nobody will release, e.g. the interpreter's own.
@@ -123,13 +111,9 @@ class Processes:
         signals.share_sockets()
         self.count = count
         self._timeout_seconds = timeout_seconds
-        self._has_begun = torch.zeros(count, dtype=torch.bool).share_memory_()
-        self._is_reading = torch.zeros(count, dtype=torch.bool).share_memory_()
-        self._stacks, stacks = multiprocessing.Pipe(duplex=False)
+        self._watched = Watched(count)
         self._requests = _Requests()
         self._generator = torch.Generator()
-        self._begin_seconds: float | None = None  # None: they get as long as an answer
-        self._made: list[Any] = []  # the workers, in their order, and those that can't be started
         self._loader: DataLoader | None = None  # its workers begin with the first epoch
         self._rows = rows
         self._had: Contents | None = None  # what the rows had when the workers began
@@ -137,13 +121,13 @@ class Processes:
         self._said: set[str] = set()
         self._new_loader = partial(
             DataLoader,
-            Answers(answer, rows.dataset, self._is_reading, worker_init_fn),
+            Answers(answer, rows.dataset, self._watched.is_reading, worker_init_fn),
             sampler=self._requests,
             batch_size=None,
             num_workers=count,
             collate_fn=unchanged,
             generator=self._generator,
-            worker_init_fn=partial(_begin, self._has_begun, stacks),
+            worker_init_fn=self._watched.begin,
             persistent_workers=bool(persistent_workers),
             **options,
         )
@@ -152,7 +136,7 @@ class Processes:
         """Before the data set is told of the next epoch, of which workers are told as well."""
         if self._has_changed(BEGIN_AGAIN):
             self._loader = None
-            self._forget()
+            self._watched.forget()
 
     def warn_if_changed(self) -> None:
         """At the end of an epoch, before hooks set what the next one has."""
@@ -186,7 +170,7 @@ class Processes:
             answer, clock = thread.submit(next, answers, END), watchdog.Clock(tick)
             while not wait([answer], tick or None).done:
                 if clock.seconds() >= self._timeout_seconds:
-                    raise self._hang()
+                    raise self._watched.hang(self._timeout_seconds)
             result = answer.result()
             if result is END:
                 return
@@ -196,29 +180,31 @@ class Processes:
 
     def _started(self, seed: int) -> Iterator[Any]:
         """Each try has the same seeds, and no request was taken from the epoch before it."""
-        for seconds in (*watchdog.BEGIN_SECONDS, None):
-            self._begin_seconds = seconds
+        for seconds in (*watchdog.BEGIN_SECONDS, None):  # None: as long as an answer may take
             self._generator.manual_seed(seed)
             try:
-                answers = self._opened()
+                answers = self._opened(seconds)
                 self._had = self._rows.contents() if self._looks else None
                 return answers
-            except _NotBegun as error:
-                self._kill()  # first: torch waits for workers that it ends itself
+            except NotBegun as error:
+                self._watched.kill()  # first: torch waits for workers that it ends itself
                 # By its words: the error itself would keep what is left of the DataLoader.
                 log.warning("%s; all data workers are started again", str(error))
         raise AssertionError
 
-    def _opened(self) -> Iterator[Any]:
-        """Puts torch's handler of SIGCHLD away: it raises wherever the main thread is, e.g. in a
-        step. The wait for an answer ends without it, too, when a worker has died."""
+    def _opened(self, begin_seconds: float | None) -> Iterator[Any]:
+        """Starts the workers, unless they are there, and waits until all have begun.
+
+        Puts torch's handler of SIGCHLD away: it raises wherever the main thread is, e.g. in a step.
+        The wait for an answer ends without it, too, when a worker has died."""
         handler = signal.getsignal(signal.SIGCHLD)
         if self._loader is None:
-            self._loader = self._new_loader(multiprocessing_context=_context(self._made))
+            self._loader = self._new_loader(multiprocessing_context=self._watched.context())
         if not self._loader.persistent_workers:
-            self._forget()
-        # Not for longer: a cycle would keep the workers until Python looks for cycles.
-        self._requests.wait_for_begin = self._wait_for_begin
+            self._watched.forget()
+        if begin_seconds is not None and self._starts_by_fork():  # a new interpreter takes seconds
+            # Not for longer: a cycle would keep the workers until Python looks for cycles.
+            self._requests.wait_for_begin = partial(self._watched.wait_for_begin, begin_seconds)
         try:
             return iter(self._loader)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -234,35 +220,9 @@ class Processes:
             if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
                 signal.signal(signal.SIGCHLD, handler)
 
-    @property
-    def _processes(self) -> list[Any]:
-        return [process for process in self._made if process.pid is not None]
-
-    def _forget(self) -> None:
-        self._made.clear()
-        self._has_begun.zero_()
-
-    def _wait_for_begin(self) -> None:
-        """When all workers were started, and none was asked for anything yet."""
-        if self._begin_seconds is None or not self._starts_by_fork():
-            return  # a new interpreter takes seconds
-        sentinels = [process.sentinel for process in self._processes]
-        clock = watchdog.Clock()
-        # A worker that has died is told by the wait for its answer.
-        while not self._has_begun.all() and not connection.wait(sentinels, LOOK_SECONDS):
-            late = [(number, pid) for number, pid, has_begun in self._numbered() if not has_begun]
-            if late and clock.seconds() >= self._begin_seconds:
-                who = "data worker {} (pid {})".format(*late[0])
-                raise _NotBegun(f"{who} has not begun in {self._begin_seconds:g} s")
-
     def _starts_by_fork(self) -> bool:
         assert self._loader is not None
         return bool(self._loader.multiprocessing_context.get_start_method() == "fork")
-
-    def _numbered(self) -> list[tuple[int, int, bool]]:
-        """The number and pid of each worker, and whether it has begun."""
-        pairs = zip(self._processes, self._has_begun.tolist(), strict=False)
-        return [(number, process.pid, begun) for number, (process, begun) in enumerate(pairs)]
 
     def _ended(self, error: BaseException) -> BaseException:
         """Ends the workers; what to raise. Torch's frames would keep the workers' queues, and
@@ -270,86 +230,11 @@ class Processes:
         death = None
         if not isinstance(error, UserError):
             # A worker that dies closes its sockets first, so its end may have to be waited for.
-            death = self._death(1.0 if isinstance(error, EOFError | OSError) else 0.0)
-        self._kill()
+            death = self._watched.death(1.0 if isinstance(error, EOFError | OSError) else 0.0)
+        self._watched.kill()
         self._loader = None
         error.__traceback__ = error.__cause__ = error.__context__ = None
         return death or error
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()  # SIGTERM does not reach one that is stopped, or that keeps its GIL
-        for process in self._processes:
-            process.join()
-        self._forget()
-
-    def _hang(self) -> Failure:
-        """Which worker hangs, and where."""
-        silence = f"returned nothing for {self._timeout_seconds:g} s"
-        advice = "raise trainer.data_timeout_seconds"
-        for number, pid, has_begun in self._numbered():
-            if watchdog.is_stopped(pid):
-                how, fix = ": it is stopped, by SIGSTOP or a debugger", "continue it"
-            elif self._is_reading[number]:
-                place = watchdog.locate(watchdog.read_stack(pid, self._stacks.fileno()))
-                how, fix = f", in {place}" if place else "", "fix that"
-            elif not has_begun:
-                how, fix = ": it has not begun", "see what mode=doctor finds"
-            else:
-                continue
-            return Failure(
-                f"data worker {number} (pid {pid}) has {silence}{how}; {fix}, or {advice}"
-            )
-        return Failure(f"the data workers have {silence}, while none of them was reading; {advice}")
-
-    def _death(self, wait_seconds: float) -> Failure | None:
-        sentinels = {process.sentinel: process for process in self._processes}
-        for sentinel in connection.wait(sentinels, wait_seconds):
-            sentinels[sentinel].join()
-        for number, process in enumerate(self._processes):
-            code = process.exitcode
-            if code is None:
-                continue
-            if code >= 0:
-                how, fix = f"exited with code {code}", "data.workers=0 may show why"
-            else:
-                name = signal.Signals(-code).name
-                how, fix = f"was killed by {name}", MEANING.get(name, "look for who sent it")
-            return Failure(f"data worker {number} (pid {process.pid}) {how}; {fix}")
-        return None
-
-
-def _context(made: list[Any]) -> Any:
-    """As multiprocessing has it, with events that a killed worker can't keep locked: the DataLoader
-    sets one when it ends its workers, and would wait for ever. The processes are `made`: those that
-    have died are no active children of multiprocessing's."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    if sys.platform == "linux" and method in (None, multiprocessing.get_all_start_methods()[0]):
-        method = "fork"  # not Python 3.14's default, whose workers begin in seconds
-    context: Any = copy.copy(multiprocessing.get_context(method))
-    context.Event = _Event
-    context.Process = partial(_process, context.Process, made)
-    return context
-
-
-def _process(kind: Callable[..., Any], made: list[Any], **options: Any) -> Any:
-    made.append(kind(**options))
-    return made[-1]
-
-
-class _Event:
-    def __init__(self) -> None:
-        self._is_set = torch.zeros(1, dtype=torch.bool).share_memory_()
-
-    def set(self) -> None:
-        self._is_set[0] = True
-
-    def is_set(self) -> bool:
-        return bool(self._is_set)
-
-
-class _NotBegun(Exception):
-    """A worker is a process that does nothing yet."""
 
 
 class _Requests:
@@ -362,13 +247,6 @@ class _Requests:
         if self.wait_for_begin is not None:  # with the first request: all workers are started
             self.wait_for_begin()
         yield from self.items
-
-
-def _begin(has_begun: Tensor, stacks: connection.Connection, number: int) -> None:
-    """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
-    signals.leave_to_parent()
-    has_begun[number] = True
-    faulthandler.register(watchdog.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
 
 
 def unchanged(value: Any) -> Any:
