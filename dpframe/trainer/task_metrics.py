@@ -30,7 +30,10 @@ Table = tuple[str, list[str], list[list[Any]]]
 
 
 class TaskMetrics:
-    """Found in a task's modules, updated by its steps, reset for each pass, computed at its end.
+    """Over all processes: the pass that a task's metrics are in, and its results by their names.
+
+    `Held` are the metrics of this process, which the task's steps update; each pass resets them,
+    and its end computes them.
 
     torchmetrics by itself gathers states where each process calls `compute` of the same metrics.
     Here a process may have updated others than the next one, or none: the main process gets the
@@ -44,69 +47,17 @@ class TaskMetrics:
         self._named_metrics = next(iter(named), None)  # task.metrics
         self._strategy = strategy
         self.tables: list[Table] = []  # results that are still to be logged
-        self._metrics: dict[str, Any] = {}
-        self._collections: dict[str, Any] = {}
-        self._outermost: dict[str, Any] = {}
-        self._within: dict[str, set[str]] = {}  # by outermost one, the metrics that it is made of
+        self._held = Held(task, strategy)
+        self._metrics, self._collections = self._held.by_name, self._held.collections
         self._earlier: list[States] = []  # of this pass, e.g. from processes before a resume
         self._restored: set[str] = set()
         self._told: set[str] = set()
-        self._fresh: dict[str, States] = {}  # of those whose forward counts no update
-        self._parts: dict[str, list[str]] = {}  # the metrics that a composition or wrapper holds
-        self._beside: dict[str, dict[str, Tensor]] = {}  # what a wrapper keeps beside its states
         self._shares = ShareMetrics(_merge) if strategy.logical_shares else None
-        if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
-            self._find(task, torchmetrics)
-        for name, metric in self._metrics.items():
-            held = {id(part) for part in metric.modules() if part is not metric}
-            self._parts[name] = [n for n, part in self._metrics.items() if id(part) in held]
-            self._beside[name] = _tensors_beside(metric) if held else {}
-        if strategy.sharding.cuts:  # it moves parameters and buffers, and states are neither
-            for metric in self._metrics.values():
-                metric.to(strategy.device)
-        if self._metrics and strategy.replicates_task:
-            name, metric = next(iter(self._metrics.items()))
-            raise UserError(
-                f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, and "
-                f"{strategy.name} runs steps on copies of the task, whose updates are lost; "
-                "use strategy=ddp, or trainer.gpus=1"
-            )
-
-    def _find(self, task: Task, torchmetrics: Any) -> None:
-        for name, module in task.named_modules():
-            if isinstance(module, torchmetrics.ClasswiseWrapper):
-                pass  # has the states of what it holds, and always says that it was updated
-            elif isinstance(module, torchmetrics.Metric):
-                self._metrics[name] = module
-                module.distributed_available_fn = _never  # so that it waits for no other process
-                module.compute_with_cache = False  # what a step computes is of its process alone
-                if isinstance(module, torchmetrics.wrappers.Running):
-                    self._refuse_window(name, module)
-                    self._fresh[name] = {}
-                if module.dtype.itemsize < 4:  # with the weights, e.g. by trainer.precision=16-true
-                    module.to(torch.float32)  # a sum in 16 bits soon stays the same
-            elif isinstance(module, torchmetrics.MetricCollection):
-                self._collections[name] = module
-            else:
-                continue
-            owner = next((one for one in self._outermost if name.startswith(f"{one}.")), name)
-            self._outermost.setdefault(owner, module)
-            self._within.setdefault(owner, set()).add(name)
-
-    def _refuse_window(self, name: str, metric: Any) -> None:
-        """It counts updates, which are one a share: as many a step as there are replicas."""
-        strategy = self._strategy
-        if strategy.replicas > 1 or strategy.logical_shares:
-            raise UserError(
-                f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, whose window "
-                "counts updates, so that its value depends on the number of replicas; use a "
-                "metric over the whole epoch, e.g. MeanMetric, or one replica"
-            )
 
     def end_share(self, share: list[int]) -> None:
         """After the step of a logical share: what it is a share of, and its number."""
         for name, metric in self._metrics.items():
-            if self._shares is not None and name not in self._kept and self._is_updated(name):
+            if self._shares is not None and name not in self._kept and self._held.is_updated(name):
                 self._shares.add(name, metric, share)
 
     @contextmanager
@@ -119,7 +70,7 @@ class TaskMetrics:
         if not self._metrics:
             yield
             return
-        before = self._remembered()
+        before = self._held.remembered()
         earlier, restored, shares = self._earlier, self._restored, self._shares
         if shares is not None:
             self._shares = ShareMetrics(_merge)
@@ -129,7 +80,7 @@ class TaskMetrics:
             if is_part:
                 earlier = [*earlier, *self.state_dict()]
         finally:
-            self._put_back(before)
+            self._held.put_back(before)
             self._earlier, self._restored, self._shares = earlier, restored, shares
 
     def counts(self) -> list[Any]:
@@ -137,22 +88,11 @@ class TaskMetrics:
         return [] if self._shares is None else [self._shares]
 
     def reset(self) -> None:
-        for name, metric in self._metrics.items():
-            if name in self._kept:
-                continue
-            metric.reset()
-            self._forget(name)
-            if name in self._fresh:
-                self._fresh[name] = _copied(metric.metric_state, metric.device)
+        if self._metrics:
+            self._held.reset()
         if self._shares is not None:
             self._shares.reset()
         self._earlier, self._restored = [], set()
-
-    def _forget(self, name: str) -> None:
-        """What torchmetrics' own reset leaves, e.g. the extremes of a MinMaxMetric, and what it has
-        of batches, which are other ones on another number of replicas."""
-        for key, value in self._beside[name].items():
-            setattr(self._metrics[name], key, value.clone())
 
     @torch.no_grad()
     def results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
@@ -180,12 +120,12 @@ class TaskMetrics:
         """What this process has computed, and the same in all processes: None is no number."""
         self._warn_of_means_of_calls()
         if not self._is_in_parts():
-            computed = self._computed(self._here())
+            computed = self._held.computed(self._here())
         else:
             everywhere, computed = self._everywhere(), []
             if self._strategy.is_main:
                 with self._holding(everywhere) as names:
-                    computed = self._computed(names)
+                    computed = self._held.computed(names)
         numbers = [(name, value if isinstance(value, float) else None) for name, value in computed]
         return computed, self._strategy.collectives.broadcast(numbers)
 
@@ -194,8 +134,9 @@ class TaskMetrics:
         if self._strategy.replicas == 1 or not self._strategy.is_main:
             return
         for name, metric in self._metrics.items():
-            is_mean = type(metric).__name__ == "MeanMetric" and name not in self._told
-            if is_mean and self._is_updated(name) and metric.weight.item() == metric.update_count:
+            is_mean = type(metric).__name__ == "MeanMetric" and self._held.is_updated(name)
+            is_news = is_mean and name not in self._told
+            if is_news and metric.weight.item() == metric.update_count:
                 self._told.add(name)
                 log.warning(
                     "%s counts each call alike, not each row: where shares are uneven, its mean is "
@@ -250,38 +191,15 @@ class TaskMetrics:
         states: States = {
             name: metric.metric_state
             for name, metric in self._metrics.items()
-            if name not in self._kept and (name in self._restored or self._is_updated(name))
+            if name not in self._kept and (name in self._restored or self._held.is_updated(name))
         }
-        updated = [name for name in states if self._is_updated(name)]
+        updated = [name for name in states if self._held.is_updated(name)]
         for name, collection in self._collections.items():
             if any(metric.startswith(f"{name}.") for metric in updated):  # it has formed its groups
                 states[name] = sorted(map(sorted, collection.compute_groups.values()))
         if self._shares is not None:
             states[SHARES] = self._shares.state_dict()
         return states
-
-    def _is_updated(self, name: str) -> bool:
-        metric, fresh = self._metrics[name], self._fresh.get(name)
-        if (parts := self._parts[name]) and not metric.metric_state:
-            return all(map(self._is_updated, parts))  # a composition's reset keeps its own count
-        return metric.update_called or bool(fresh and not _is_same(metric.metric_state, fresh))
-
-    def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
-        """Each result by its name: a float where it is a number."""
-        names, results = set(updated), list[tuple[str, Any]]()
-        for name in self._beside.keys() - self._kept:
-            self._forget(name)
-        with warnings.catch_warnings():  # of metrics that only other processes have updated
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-            for name, module in self._outermost.items():
-                if names & self._within[name]:
-                    value = self._value_of(name, module)
-                    results += _flat("" if name in self._collections else name, value)
-        return results
-
-    def _value_of(self, name: str, module: Any) -> Any:
-        with noted(lambda: f"while computing the metric {name} of {self._task}"):
-            return module.compute()
 
     def _everywhere(self) -> list[States]:
         """The states of all processes, on the main one."""
@@ -299,11 +217,11 @@ class TaskMetrics:
     @contextmanager
     def _holding(self, everywhere: list[States]) -> Iterator[list[str]]:
         """Within, the metrics have all these states; yields the names of those that have some."""
-        before = self._remembered()
+        before = self._held.remembered()
         try:
             yield self._merge_all(everywhere)
         finally:
-            self._put_back(before)
+            self._held.put_back(before)
 
     def _merge_all(self, everywhere: list[States]) -> list[str]:
         """Gives the metrics all these states; the names of those that have some."""
@@ -322,18 +240,6 @@ class TaskMetrics:
                 )
         return list(names)
 
-    def _remembered(self) -> dict[str, dict[str, Any]]:
-        """All attributes of each metric, which makes new ones at a reset, and empties its lists."""
-        return {
-            name: {key: v[:] if isinstance(v, list) else v for key, v in vars(metric).items()}
-            for name, metric in self._metrics.items()
-        }
-
-    def _put_back(self, remembered: dict[str, dict[str, Any]]) -> None:
-        for name, attributes in remembered.items():
-            if name not in self._kept:
-                vars(self._metrics[name]).update(attributes)
-
     def _show(self, name: str, value: Any) -> None:
         is_matrix = isinstance(value, Tensor) and value.ndim == 2
         if is_matrix and max(value.shape) <= LONGEST:
@@ -345,6 +251,118 @@ class TaskMetrics:
             has_shape = isinstance(value, Tensor)
             what = f"of shape {tuple(value.shape)}" if has_shape else f"a {type(value).__name__}"
             log.warning("%s is not logged: the metric's result is %s, and no number", name, what)
+
+
+class Held:
+    """The metrics in a task's modules, by their names, as this process has them."""
+
+    def __init__(self, task: Task, strategy: Strategy) -> None:
+        self.by_name: dict[str, Any] = {}
+        self.collections: dict[str, Any] = {}
+        self._task = type(task).__name__
+        self._kept = task.adapter.kept_metrics
+        self._outermost: dict[str, Any] = {}
+        self._within: dict[str, set[str]] = {}  # by outermost one, the metrics that it is made of
+        self._fresh: dict[str, States] = {}  # of those whose forward counts no update
+        self._parts: dict[str, list[str]] = {}  # the metrics that a composition or wrapper holds
+        self._beside: dict[str, dict[str, Tensor]] = {}  # what a wrapper keeps beside its states
+        if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
+            self._find(task, strategy, torchmetrics)
+        for name, metric in self.by_name.items():
+            held = {id(part) for part in metric.modules() if part is not metric}
+            self._parts[name] = [n for n, part in self.by_name.items() if id(part) in held]
+            self._beside[name] = _tensors_beside(metric) if held else {}
+        if strategy.sharding.cuts:  # it moves parameters and buffers, and states are neither
+            for metric in self.by_name.values():
+                metric.to(strategy.device)
+        if self.by_name and strategy.replicates_task:
+            name, metric = next(iter(self.by_name.items()))
+            raise UserError(
+                f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, and "
+                f"{strategy.name} runs steps on copies of the task, whose updates are lost; "
+                "use strategy=ddp, or trainer.gpus=1"
+            )
+
+    def _find(self, task: Task, strategy: Strategy, torchmetrics: Any) -> None:
+        for name, module in task.named_modules():
+            if isinstance(module, torchmetrics.ClasswiseWrapper):
+                pass  # has the states of what it holds, and always says that it was updated
+            elif isinstance(module, torchmetrics.Metric):
+                self.by_name[name] = module
+                module.distributed_available_fn = _never  # so that it waits for no other process
+                module.compute_with_cache = False  # what a step computes is of its process alone
+                if isinstance(module, torchmetrics.wrappers.Running):
+                    self._refuse_window(name, module, strategy)
+                    self._fresh[name] = {}
+                if module.dtype.itemsize < 4:  # with the weights, e.g. by trainer.precision=16-true
+                    module.to(torch.float32)  # a sum in 16 bits soon stays the same
+            elif isinstance(module, torchmetrics.MetricCollection):
+                self.collections[name] = module
+            else:
+                continue
+            owner = next((one for one in self._outermost if name.startswith(f"{one}.")), name)
+            self._outermost.setdefault(owner, module)
+            self._within.setdefault(owner, set()).add(name)
+
+    def _refuse_window(self, name: str, metric: Any, strategy: Strategy) -> None:
+        """It counts updates, which are one a share: as many a step as there are replicas."""
+        if strategy.replicas > 1 or strategy.logical_shares:
+            raise UserError(
+                f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, whose window "
+                "counts updates, so that its value depends on the number of replicas; use a "
+                "metric over the whole epoch, e.g. MeanMetric, or one replica"
+            )
+
+    def reset(self) -> None:
+        """Begins a pass, but for those that the task's adapter resets."""
+        for name, metric in self.by_name.items():
+            if name in self._kept:
+                continue
+            metric.reset()
+            self._forget(name)
+            if name in self._fresh:
+                self._fresh[name] = _copied(metric.metric_state, metric.device)
+
+    def _forget(self, name: str) -> None:
+        """What torchmetrics' own reset leaves, e.g. the extremes of a MinMaxMetric, and what it has
+        of batches, which are other ones on another number of replicas."""
+        for key, value in self._beside[name].items():
+            setattr(self.by_name[name], key, value.clone())
+
+    def is_updated(self, name: str) -> bool:
+        metric, fresh = self.by_name[name], self._fresh.get(name)
+        if (parts := self._parts[name]) and not metric.metric_state:
+            return all(map(self.is_updated, parts))  # a composition's reset keeps its own count
+        return metric.update_called or bool(fresh and not _is_same(metric.metric_state, fresh))
+
+    def computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
+        """Each result by its name: a float where it is a number."""
+        names, results = set(updated), list[tuple[str, Any]]()
+        for name in self._beside.keys() - self._kept:
+            self._forget(name)
+        with warnings.catch_warnings():  # of metrics that only other processes have updated
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            for name, module in self._outermost.items():
+                if names & self._within[name]:
+                    value = self._value_of(name, module)
+                    results += _flat("" if name in self.collections else name, value)
+        return results
+
+    def _value_of(self, name: str, module: Any) -> Any:
+        with noted(lambda: f"while computing the metric {name} of {self._task}"):
+            return module.compute()
+
+    def remembered(self) -> dict[str, dict[str, Any]]:
+        """All attributes of each metric, which makes new ones at a reset, and empties its lists."""
+        return {
+            name: {key: v[:] if isinstance(v, list) else v for key, v in vars(metric).items()}
+            for name, metric in self.by_name.items()
+        }
+
+    def put_back(self, remembered: dict[str, dict[str, Any]]) -> None:
+        for name, attributes in remembered.items():
+            if name not in self._kept:
+                vars(self.by_name[name]).update(attributes)
 
 
 def _never() -> bool:
