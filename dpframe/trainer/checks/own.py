@@ -65,7 +65,7 @@ class Own:
 
     def add_draws(self, trials: Iterable[Trial]) -> None:
         """Of steps to evaluate by."""
-        drawn = ((trial.step, each.by) for trial in trials for each in trial.drawn)
+        drawn = ((trial.step, each.by) for trial in trials for each in trial.noticed.drawn)
         self.others += [f"{step} ({by})" for step, by in dict.fromkeys(drawn)]
 
     @property
@@ -139,7 +139,7 @@ def find_own(
     if not watch.gathers:
         kept = chain.from_iterable(_kept_by(trial, strategy) for trial in trials)
         own.others += list(dict.fromkeys(kept))
-    if any(trial.collate_draws for trial in trials):
+    if any(trial.noticed.collate_draws for trial in trials):
         own.data.append(f"collate (it draws for each {own.whose} rows)")
     if settings.share_check != "off" and strategy.replicas > 1:
         sets = [(f"the rows of val {name}", each) for name, each in feed.validation.items()]
@@ -176,11 +176,11 @@ def _name_layers(own: Own, task: Task, strategy: Strategy, watch: Watch) -> None
 def _kept_by(trial: Trial, strategy: Strategy) -> Iterator[str]:
     """Attributes that a step moves by its share's rows, and by which the next one computes; of
     replicas in one process also what all of them change."""
-    whole, part = (trial.kept.get(rows, {}) for rows in (ROWS, CUT))
+    whole, part = (trial.noticed.kept.get(rows, {}) for rows in (ROWS, CUT))
     of_shares = unlike(whole, part)
     is_shared = strategy.replicas > strategy.world_size
     for name in whole:
-        if name in of_shares or (is_shared and name in trial.in_place):
+        if name in of_shares or (is_shared and name in trial.noticed.in_place):
             yield f"{name} (kept from step to step)"
 
 

@@ -96,7 +96,7 @@ def check_shares(
     if strategy.replicas > 1 and not is_rounded:
         evaluations = evaluated(task, strategy, progress, "val", feed.validation)
     notes += _told([*trials, *evaluations], strategy, settings, monitored)
-    own.add_statistics(set[str]().union(*(trial.keeps for trial, _ in trials)))
+    own.add_statistics(set[str]().union(*(trial.noticed.with_statistics for trial, _ in trials)))
     own.add_draws(trial for trial, _ in evaluations)
     _refuse(own, settings, "trains")
     return notes
@@ -114,7 +114,7 @@ def warn_alone(trial: Trial, source: Any) -> None:
     except NotCompared:
         return
     for each in found:
-        way = trial.likely or (
+        way = trial.noticed.likely or (
             "that is right for one that compares rows, e.g. a contrastive loss; else return the "
             'mean over rows, or its "weight" (tokens, boxes)'
         )
@@ -201,15 +201,15 @@ def judge(
         except NotCompared as why:
             notes.append(f"{what}{of_turn}: {why}")
             continue
-        notes += [f"{what}{of_turn} {why}" for why in trial.not_compared]
-        if trial.gradients_left_out:
-            why_none = trial.gradients_left_out
+        notes += [f"{what}{of_turn} {why}" for why in trial.noticed.not_compared]
+        if trial.noticed.gradients_left_out:
+            why_none = trial.noticed.gradients_left_out
             notes.append(f"the share check has compared no gradients{of_turn}: {why_none}")
         for each in found:
             said = _described(each, trial, monitored)
             if each.name == "loss" and trial.trains and mode != "warn":
-                other = "" if trial.likely == INNER else WAYS
-                ways = "; ".join(filter(None, [trial.likely, other, TRAIN_ANYWAY]))
+                other = "" if trial.noticed.likely == INNER else WAYS
+                ways = "; ".join(filter(None, [trial.noticed.likely, other, TRAIN_ANYWAY]))
                 refusal = refusal or f"{said}; {ways}"
             elif mode == "strict":
                 refusal = refusal or f"{said}; trainer.share_check=on warns of it"

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -48,15 +48,12 @@ FREE = 4  # times the memory that the weights take in float64 has to be free
 
 @dataclass
 class Trial(Tried):
-    """A step of a task, or of one of its turns, on a few rows; `later` are epochs and steps at
-    which it is tried again if it asks for these."""
+    """Compares the numbers of a few rows in one share with those of shares of some of them.
+
+    `later` are epochs and steps at which it does so again if the step asks for these."""
 
     later: Sequence[tuple[int, int]] = ()
     exact: float = EXACT
-    gradients_left_out: str = field(default="", init=False)  # why
-    not_compared: list[str] = field(default_factory=list, init=False)  # at a later step
-    is_told: bool = field(default=False, init=False)  # by any rows
-    keeps: set[str] = field(default_factory=set, init=False)  # modules with statistics of a share's
 
     def differences(self, source: Any) -> list[Difference]:
         """The numbers of all rows that are not the means of their shares'."""
@@ -79,17 +76,17 @@ class Trial(Tried):
                 first = first or samples
                 apart = self._apart_in_a_mode(samples, source.collate)
                 if any(each.name == "loss" for each in apart):
-                    self.likely = self.likely or self._broadcast(samples, source.collate)
+                    self._notice_broadcast(samples, source.collate)
                 found = {each.name: each for each in apart} | found
             for epoch, step in self.later if self.moment.is_asked else ():
                 self.moment = Moment(epoch, step)
                 try:
                     apart = self._apart(first, source.collate)
                 except NotCompared as why:
-                    self.not_compared.append(f"at step {step}: {why}")
+                    self.noticed.not_compared.append(f"at step {step}: {why}")
                     break
                 found = {each.name: each._replace(step=step) for each in apart} | found
-        if not (found or self.is_told):
+        if not (found or self.noticed.is_told):
             raise NotCompared(
                 "on the rows that it looks at the loss is 0 or NaN, or counts nothing"
             )
@@ -102,12 +99,12 @@ class Trial(Tried):
             raise NotCompared("a stream may take long to begin")
         return picked(dataset, ROWS, only_spread=True, refuse_late=self.refuse_late)
 
-    def _broadcast(self, samples: Any, collate: Any) -> str:
-        if self.strategy.sharding.cuts:  # of processes, one may be here
-            return ""
+    def _notice_broadcast(self, samples: Any, collate: Any) -> None:
+        if self.noticed.likely or self.strategy.sharding.cuts:  # of processes, one may be here
+            return
         with Broadcasts(ROWS) as broadcasts, suppress(Exception):
             self.measured(samples, [range(ROWS)], collate)
-        return broadcasts.first
+        self.noticed.likely = broadcasts.first
 
     def _apart_in_a_mode(self, samples: Any, collate: Any) -> list[Difference]:
         """In training mode if it can be, else in evaluation."""
@@ -115,9 +112,9 @@ class Trial(Tried):
             try:
                 return self._apart(samples, collate)
             except NotCompared as why:
-                if not self.keeps:
+                if not self.noticed.with_statistics:
                     said = str(why).removeprefix(f"{TRAINING}, ")
-                    self.not_compared.append(f"{TRAINING}: {said}")
+                    self.noticed.not_compared.append(f"{TRAINING}: {said}")
             self.in_training = self.gathers = self.needs_gradients = False
             self.task.eval()
         return self._apart(samples, collate)
@@ -132,7 +129,7 @@ class Trial(Tried):
 
     def compare(self, samples: Any, collate: Any, limit: float) -> list[Difference]:
         """The numbers of all samples that are not the means of their shares' by `limit`."""
-        self.statistics.clear()
+        self.noticed.statistics.clear()
         try:
             rows, times = range(ROWS), [time.thread_time()]
             ((_, whole),) = self.measured(samples, [rows], collate)
@@ -153,16 +150,16 @@ class Trial(Tried):
             said = first_line(error)
             raise NotCompared(f"{mode}, a step of a few rows says: {said}") from None
         numbers = [each.whole for each in pairs if each.name == "loss" or not self.trains]
-        self.is_told |= any(number and math.isfinite(number) for number in numbers)
+        self.noticed.is_told |= any(number and math.isfinite(number) for number in numbers)
         return self._trusted([each for each in pairs if not each.off <= limit], whole)
 
     def _refuse_statistics(self) -> None:
         """Of a share, which other shares have otherwise."""
-        if not self.in_training or self.likely == INNER:  # by which they are others, too
+        if not self.in_training or self.noticed.likely == INNER:  # by which they are others, too
             return
-        whole, *parts = self.statistics.values()
-        self.keeps |= set[str]().union(*(unlike(whole, part) for part in parts))
-        if self.keeps:
+        whole, *parts = self.noticed.statistics.values()
+        self.noticed.with_statistics |= set[str]().union(*(unlike(whole, part) for part in parts))
+        if self.noticed.with_statistics:
             raise NotCompared("it keeps statistics of a share")
 
     def _compares_gradients(
@@ -172,17 +169,22 @@ class Trial(Tried):
             return False
         if any(each.name == "loss" and not each.off <= limit for each in pairs):
             return False
-        weights = sum(w.numel() for w in self.task.parameters() if w.requires_grad)
-        if self.strategy.sharding.cuts:
-            self.gradients_left_out = "each rank holds a part of each weight"
-        elif weights > MOST_WEIGHTS:
-            self.gradients_left_out = f"there are more than {MOST_WEIGHTS:,} weights"
-        elif seconds > FORWARD_SECONDS:
-            self.gradients_left_out = f"a step of a few rows takes more than {FORWARD_SECONDS} s"
-        if self.gradients_left_out:
+        if why := self._too_much_for_gradients(seconds):
+            self.noticed.gradients_left_out = why
+        if self.noticed.gradients_left_out:
             return False
         loss = whole["loss"]
         return not (isinstance(loss, Tensor) and loss.dtype in HALVES)
+
+    def _too_much_for_gradients(self, seconds: float) -> str:
+        """Why; `seconds` are those of a step."""
+        if self.strategy.sharding.cuts:
+            return "each rank holds a part of each weight"
+        if sum(w.numel() for w in self.task.parameters() if w.requires_grad) > MOST_WEIGHTS:
+            return f"there are more than {MOST_WEIGHTS:,} weights"
+        if seconds > FORWARD_SECONDS:
+            return f"a step of a few rows takes more than {FORWARD_SECONDS} s"
+        return ""
 
     def _gradients_apart(
         self, samples: Any, collate: Any, parts: list[Measured]

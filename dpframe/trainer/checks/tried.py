@@ -46,8 +46,26 @@ AGAIN = 1e-6  # of a loss that is computed twice
 
 
 @dataclass
+class Noticed:
+    """What tries of a step have shown besides its numbers."""
+
+    drawn: list[Drawn] = field(default_factory=list)
+    collate_draws: bool = False
+    # Of attributes on which the loss of the next step depends, by the rows of this one.
+    kept: dict[int, dict[str, Kept]] = field(default_factory=dict)
+    in_place: set[str] = field(default_factory=set)  # of these
+    statistics: dict[Any, Sums] = field(default_factory=dict)  # by a share's places, of one compare
+    with_statistics: set[str] = field(default_factory=set)  # modules that keep those of a share
+    likely: str = ""  # what makes the loss another one
+    gradients_left_out: str = ""  # why they are not compared
+    not_compared: list[str] = field(default_factory=list)  # in a mode, or at a later step
+    is_told: bool = False  # whether any rows have a loss or a number that tells something
+
+
+@dataclass
 class Tried:
-    """A step of a task, or of one of its turns, and how it is tried."""
+    """A step of a task, or of one of its turns: `measured` tries it on shares of a few rows, and
+    leaves the task as it was."""
 
     task: Task
     strategy: Strategy
@@ -59,17 +77,12 @@ class Tried:
     alone: Callable[[], AbstractContextManager[None]] = nullcontext  # its weights get gradients
     is_brief: bool = False  # on few rows, given up where it takes long or may leave something
     in_training: bool = False  # in the modes that the task has, not in evaluation
+    # How the next try goes, as the ones before it have shown.
     needs_gradients: bool = field(default=False, init=False)
-    gathers: bool = field(default=False, init=False)
+    gathers: bool = field(default=False, init=False)  # shares are tried together
     is_looked_at: bool = field(default=False, init=False)  # else what draws is refused
-    drawn: list[Drawn] = field(default_factory=list, init=False)
-    collate_draws: bool = field(default=False, init=False)
-    statistics: dict[Any, Sums] = field(default_factory=dict, init=False)  # by a share's places
-    # Of attributes on which the loss of the next step depends, by the rows of this one.
-    kept: dict[int, dict[str, Kept]] = field(default_factory=dict, init=False)
-    in_place: set[str] = field(default_factory=set, init=False)  # of these
-    likely: str = field(default="", init=False)  # what makes the loss another one
-    factors: dict[Any, float] | None = field(default=None, init=False)  # of backwards, likewise
+    factors: dict[Any, float] | None = field(default=None, init=False)  # of backwards, by rows
+    noticed: Noticed = field(default_factory=Noticed, init=False)
 
     def __post_init__(self) -> None:
         self.dtype: torch.dtype | None = self.strategy.dtype
@@ -82,11 +95,11 @@ class Tried:
 
     def look(self, samples: Any, collate: Any) -> list[Drawn]:
         """What a step of these rows draws, in the modes that the task has."""
-        self.drawn, self.is_looked_at = [], True
+        self.noticed.drawn, self.is_looked_at = [], True
         rows = range(len(samples))
         try:
             self._tried(lambda: self._share(samples, rows, collate)._replace(total=len(rows)))
-            return self.drawn
+            return self.noticed.drawn
         except (NotCompared, Moved):
             raise
         except Exception as error:
@@ -139,7 +152,8 @@ class Tried:
             replicas = Replicas(step, [torch.device("cpu")] * len(made))
             with default_dtype(self.dtype):  # once: the replicas have threads
                 results: list[Measured] = replicas(made)
-                self.likely = INNER if strategy.is_differentiated else self.likely
+                if strategy.is_differentiated:
+                    self.noticed.likely = INNER
                 return self._differentiated(results, made)
 
     def _differentiated(self, results: list[Measured], shares: list[Share]) -> list[Measured]:
@@ -171,7 +185,7 @@ class Tried:
         batch = move(collate(samples[cut.start : cut.stop]), self.strategy.device, self.dtype)
         if generators.have_drawn(states):
             generators.restore(states)
-            self.collate_draws = True
+            self.noticed.collate_draws = True
             if not self.is_looked_at:
                 raise NotCompared("its collate draws random numbers")
         return Share(batch, len(cut), ROWS, places)
@@ -190,7 +204,7 @@ class Tried:
         seen = draws.seen
         if foreign_states() != states:
             seen.append(Drawn(FOREIGN, None, None))
-        self.drawn = [*self.drawn, *seen] if self.is_looked_at else seen
+        self.noticed.drawn = [*self.noticed.drawn, *seen] if self.is_looked_at else seen
         if seen and not self.is_looked_at:
             by = seen[0].by
             how = "" if by == FOREIGN else "torch's "
@@ -199,7 +213,7 @@ class Tried:
         if not isinstance(output, dict) or (self.trains and not is_number(output.get("loss"))):
             raise NotCompared("the step returns no loss")
         if self.in_training:
-            self.statistics[share.places] = sums_of_buffers(task)
+            self.noticed.statistics[share.places] = sums_of_buffers(task)
         elif not self.is_looked_at and trained < _in_training(task):
             raise NotCompared("the step puts modules into training mode itself")
         if is_kept and (names := moving(before, once := kept_in(task))):
@@ -207,8 +221,10 @@ class Tried:
             if self._depends(share, task, output["loss"]):
                 twice = kept_in(task)
                 names &= moving(once, twice)
-                self.kept[share.rows] = {name: once[name] for name in names}
-                self.in_place |= {name for name in names if twice[name].object == once[name].object}
+                self.noticed.kept[share.rows] = {name: once[name] for name in names}
+                self.noticed.in_place |= {
+                    name for name in names if twice[name].object == once[name].object
+                }
         return output if self.factors is not None else detached(output)
 
     def _called(self, share: Share, task: Task, within: AbstractContextManager[Any]) -> Output:
