@@ -31,6 +31,7 @@ from dpframe.trainer.hooks import Hooks, end_by, in_order, name_callback
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import (
+    Given,
     Resumed,
     Training,
     Watchers,
@@ -162,9 +163,8 @@ class Trainer(CallbackView):
     def prepare(self, resume: Start = None, *, resume_anyway: bool = False) -> Training:
         """Makes and checks all that `fit` needs. It writes nothing, and needs no run directory.
 
-        `resume` is a checkpoint's file, its state, which training will change, or "last" for the
-        newest one in the run directory; `resume_anyway` accepts one of a run with another config
-        or code."""
+        `resume` is a checkpoint's file, its state, which training changes, or "last": the newest in
+        the run directory. `resume_anyway` accepts that of a run with another config or code."""
         if self.ranks is not None:
             raise UserError(f"Trainer.prepare: the ranks of {self.strategy.name} do it; call fit")
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
@@ -173,7 +173,7 @@ class Trainer(CallbackView):
             raise UserError(HAS_TRAINED if self.has_begun else HAS_LOADED)
         # The task may ask for its lengths while its parts are made.
         self.feed = TrainingData.of(self.data, self.strategy, self.settings, seed=self.seed)
-        self.training = training = make_training(
+        given = Given(
             self.placed,
             self.settings,
             self.feed,
@@ -182,6 +182,7 @@ class Trainer(CallbackView):
             self.run,
             Resumed(state, resume_anyway),
         )
+        self.training = training = make_training(given)
         if state is not None:
             self._has_loaded = True
             training.changes.extend(training.state.restore(state))

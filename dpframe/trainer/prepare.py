@@ -81,16 +81,21 @@ class Resumed(NamedTuple):
     anyway: bool  # even if its config or code was another one
 
 
-def make_training(
-    placed: Placed,
-    settings: TrainerSettings,
-    feed: TrainingData,
-    watchers: Watchers,
-    progress: Progress,
-    run: RunInfo,
-    resumed: Resumed,
-) -> Training:
+class Given(NamedTuple):
+    """What a training is made from."""
+
+    placed: Placed
+    settings: TrainerSettings
+    feed: TrainingData
+    watchers: Watchers
+    progress: Progress
+    run: RunInfo
+    resumed: Resumed
+
+
+def make_training(given: Given) -> Training:
     """Makes the parts in the order in which they need each other, and refuses what can't be had."""
+    placed, settings, feed, watchers, progress, run, resumed = given
     task, strategy = placed.task, placed.strategy
     profile = Profile() if settings.profile else None
     if settings.on_nonfinite == "skip":
@@ -106,7 +111,7 @@ def make_training(
             f"{type(task).__name__} has several optimizers, and training_step wants the name "
             "of one; write validation_step, or return None from val_dataset"
         )
-    own, notes = compare_shares(placed, settings, feed, watchers, progress, updates, resumed)
+    own, notes = compare_shares(given, updates)
     has_several = strategy.replicas > 1 or feed.cut is not None
     is_own = has_several and not strategy.logical_shares
     later = Later(task, settings, own) if is_own else None
@@ -119,7 +124,7 @@ def make_training(
     for update in updates.values() if left_out.may_be else ():
         if update.scaler is None:  # which leaves out such steps itself
             update.refuses = partial(guard.refuses_norm, progress=progress)
-    step = make_step(placed, settings, feed, watchers, progress, guard)
+    step = make_step(given, guard)
     line = own.line
     state = Resumable(
         task=task,
@@ -166,17 +171,10 @@ def tell_lengths(task: Task, settings: TrainerSettings, feed: TrainingData) -> N
     task.schedules_turns = settings.scheduler_every == "step"
 
 
-def compare_shares(
-    placed: Placed,
-    settings: TrainerSettings,
-    feed: TrainingData,
-    watchers: Watchers,
-    progress: Progress,
-    updates: Turns,
-    resumed: Resumed,
-) -> tuple[Own, Sequence[str]]:
+def compare_shares(given: Given, updates: Turns) -> tuple[Own, Sequence[str]]:
     """What each replica has of its own, and the share check's notes. Modules are in the modes that
     the first step finds, as far as these are known before hooks are called."""
+    placed, settings, feed, watchers, progress, _, resumed = given
     task, callbacks = placed.task, watchers.callbacks
     drop_activations(task, None)  # of an earlier fit: they were put before the layers' classes
     heed_own_modes(task)
@@ -191,15 +189,9 @@ def compare_shares(
     )
 
 
-def make_step(
-    placed: Placed,
-    settings: TrainerSettings,
-    feed: TrainingData,
-    watchers: Watchers,
-    progress: Progress,
-    guard: LossGuard,
-) -> Step:
+def make_step(given: Given, guard: LossGuard) -> Step:
     """What computes the gradients of an update, with hooks around each batch."""
+    placed, settings, feed, watchers, progress, *_ = given
     task, strategy = placed.task, placed.strategy
     begin, end = watchers.on_batch_start, watchers.on_batch_end
     in_place = InPlace(task, strategy)
