@@ -250,6 +250,8 @@ SLOW_FILES = {
     "origin",
     "parity",
     "plan",
+    "provenance",
+    "runs",
     "plugins",
     "restarts",
     "run",
