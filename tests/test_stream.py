@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from dpframe import (
     UserError,
     seeding,
 )
-from dpframe.data import split
+from dpframe.data import Loader, split
 from dpframe.data.reading import Rows
 from dpframe.data.stream import Division, Reader
 from dpframe.strategies.ddp import DDP
@@ -376,3 +377,27 @@ def test_a_worker_that_is_not_forked_reads_the_shares_of_a_strategy_that_can_not
     batches = list(reader.batches())
     torch.testing.assert_close(list(sent.batches()), batches, rtol=0, atol=0)
     assert sum(n for shares, _ in batches for _, n in shares) == (ROWS if is_divided else 23)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Iterator[float]:
+        return (row + random.random() for row in range(24))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_collate_of_a_stream_draws_the_same_in_a_worker_and_where_it_is_resumed(replicas):
+    def read(**at: Any) -> list[Any]:
+        torch.rand(1)  # by others
+        shares = partial(split, replicas=replicas)
+        given = {"shares": shares, "collate": noisy, "workers": at.pop("workers", 0)}
+        loader = Loader(Numbers(), batch_size=8, seed=SEED, **given)
+        return [[share.batch for share in batch.shares] for batch in loader.epoch(1, **at)]
+
+    whole = read()
+    assert read(workers=1) == read() == whole and read(skip=2) == whole[2:]
+    added = [number for shares in whole for _, number in shares]
+    assert len(set(added)) == len(added) == 3 * replicas
+
+
+def noisy(rows: list) -> tuple[list, float]:
+    return rows, float(torch.rand(()))

@@ -30,7 +30,6 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.pin_memory",
     "data.shuffle",
     "data.workers",
-    "data.workers > 0",
 )
 OF_FIT = ("callbacks", "logger", "trainer.max_epochs", "trainer.max_steps", *LIMITS)
 DECIDING = ("task", "data", "seed", "trainer.precision")

@@ -87,8 +87,8 @@ class Loader:
                 self._stream = Streamed(
                     reader, source, here, division, self._processes, seed=seed, look=look
                 )
-        # Where nobody waits for a look, of 0.2 ms, or other bits would follow.
-        rows.looks_always = self.workers.processes > 0 or here.first_share is not None
+        # Nobody waits for a worker's look, of 0.2 ms.
+        rows.looks_always = here.looks_always or self.workers.processes > 0
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or self.workers.processes > 0
 

@@ -30,7 +30,7 @@ class Here:
 
     shares: Shares
     rank: int = 0  # by which its workers draw random numbers of their own
-    first_share: int | None = None  # its first logical share, by which collates of a stream draw
+    looks_always: bool = False  # at whether rows draw, not now and then
     agree: Callable[[Any], Any] = lambda value: value  # all get the main process's value
     # All get the sums of their numbers, to count the rows of each of a stream's batches.
     tally: Callable[[list[float]], list[float]] | None = None

@@ -157,14 +157,11 @@ class Reader:
         *,
         is_divided: bool,
         rank: int,
-        first_share: int | None = None,
     ) -> None:
-        """Where there are logical shares, a collate draws random numbers by the share."""
         self._rows = rows
         self._shares = shares
         self._is_divided = is_divided
         self._rank = rank
-        self._first_share = first_share
         self._own = sum(map(len, shares(range(batch_size))))
         self.batch_size = self._own if is_divided else batch_size
         self.nothing = [(None, 0)] * len(shares(range(batch_size))), 0
@@ -230,10 +227,12 @@ class Reader:
             first = self._seen
             with seeding.seeded(*self._seed, first, *reader):
                 batch = self._read(stream, first)
+                is_wanted = batch and first + len(batch) > start["rows"]
+                local = self._local(batch, first, *reader) if is_wanted else []
             self._seen += len(batch)
             self._is_over = len(batch) < self.batch_size
-            if batch and self._seen > start["rows"]:
-                yield self._local(batch, first), len(batch)
+            if is_wanted:
+                yield local, len(batch)
 
     def _read(self, stream: Iterator, first: int) -> list:
         batch: list = []
@@ -241,19 +240,19 @@ class Reader:
             batch.extend(islice(stream, self.batch_size))
         return batch
 
-    def _local(self, batch: list, first: int) -> list[tuple[Any, int]]:
+    def _local(self, batch: list, first: int, *reader: int) -> list[tuple[Any, int]]:
         cut = self._cut if self._is_divided else self._shares
         numbers = cut(range(first, first + len(batch)))
         return [
-            (self._combined(share, rows, first, number) if share else None, len(share))
-            for number, (share, rows) in enumerate(zip(map(list, cut(batch)), numbers, strict=True))
+            (self._combined(share, rows, len(batch), reader) if share else None, len(share))
+            for share, rows in zip(map(list, cut(batch)), numbers, strict=True)
         ]
 
-    def _combined(self, share: list, rows: Sequence[int], first: int, number: int) -> Any:
-        if self._first_share is None:
-            return self._rows.combine(share, rows)
-        with seeding.seeded(*self._seed, first, self._first_share + number):
-            return self._rows.combine(share, rows)
+    def _combined(self, share: list, rows: Sequence[int], of: int, reader: Sequence[int]) -> Any:
+        """A collate goes on with what the rows drew, or draws by the first row of its share."""
+        if len(share) < of:
+            seeding.reseed(seeding.mix(*self._seed, rows[0], *reader, of))
+        return self._rows.combine(share, rows)
 
     def _cut(self, rows: Sequence) -> list[Sequence]:
         """The rows that this process has read, for its replicas."""

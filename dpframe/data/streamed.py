@@ -26,7 +26,6 @@ def reader_of(rows: Rows, source: Source, here: Here, *, is_divided: bool) -> Re
         here.shares,
         is_divided=is_divided,
         rank=here.rank,
-        first_share=here.first_share,
     )
 
 

@@ -49,7 +49,6 @@ class Strategy:
     # What the Trainer sets, and `Logical`, which is around a strategy.
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
-    first_share: int | None = None  # the first logical share of this process
     is_set_up = False
     _current: ExitStack | None = None  # what `take` has entered
 

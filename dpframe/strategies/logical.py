@@ -47,7 +47,6 @@ class Logical(Strategy):
         self.has_alike_weights = strategy.has_alike_weights
         self.share_at = 0  # the one that is computed
         self.spans = spans(count, self.world_size)
-        self.first_share = self.spans[self.rank][0]
         self._parts = [parts((0, count), *span) for span in self.spans]
 
     @property

@@ -333,7 +333,7 @@ def _loader(
     here = Here(
         shares=strategy.split_rows,
         rank=0 if strategy.logical_shares else strategy.rank,
-        first_share=strategy.first_share,
+        looks_always=strategy.logical_shares > 0,  # else other bits would follow
         agree=strategy.collectives.broadcast,
         tally=strategy.collectives.sum_numbers,
         place=partial(

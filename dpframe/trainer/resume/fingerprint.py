@@ -86,8 +86,6 @@ def fingerprint(
         facts["the data"] = dataset.described()
     if feed.train.division is not None:
         facts["the stream"] = feed.train.division.described()
-    if feed.train.rows.is_stream:  # whose collate draws other random numbers in a worker
-        facts["data.workers > 0"] = feed.train.workers.processes > 0
     return facts | of_code(task, data)
 
 
