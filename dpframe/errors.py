@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
+LACKING = "it is one of dpframe's plugins, which this installation lacks; install dpframe again"
+
 
 class UserError(Exception):
     """Ends the run with one line. Any exception but those of this module is shown as a bug."""

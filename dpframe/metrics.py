@@ -13,11 +13,10 @@ from torch import Tensor
 
 from dpframe.devices.accelerator import has_float64
 from dpframe.errors import UserError
-from dpframe.exact import Exact
+from dpframe.sums import FLOATS, Sums
 
-Number = float | Exact
-Sums = dict[str, tuple[Any, Any]]
-"""By name: the weighted values' sum, and the weights', each a Number."""
+Totals = dict[str, tuple[Any, Any]]
+"""By name: the weighted values' sum, and the weights', each as `Sums` has it."""
 Kept = tuple[dict[str, Any], Any]
 """An output, and its weight."""
 Columns = dict[str, tuple[list[float], list[float]]]
@@ -50,21 +49,19 @@ class Means:
         self,
         reduce: Callable[[Tensor], Tensor] | None,
         agree: Callable[[list[str]], list[str]],
-        *,
-        is_exact: bool = False,
+        sums: Sums = FLOATS,
     ) -> None:
-        """`is_exact`: without rounding, so that the sums don't depend on who added what."""
         self._reduce = reduce
         self._agree = agree
-        self._zero: Number = Exact() if is_exact else 0.0
+        self._sums = sums
         self.weights: dict[str, float] = {}  # by which the newest window's means were divided
         self._names: list[str] = []
         self._outputs = 0  # since the last reset
         self._times: Counter[str] = Counter()  # how many of them have the name
         self._kept: list[Kept] = []
-        self._window: Sums = {}
-        self._totals: Sums = {}
-        self._reduced: Sums | None = None  # the totals over all processes, until more is added
+        self._window: Totals = {}
+        self._totals: Totals = {}
+        self._reduced: Totals | None = None  # the totals over all processes, until more is added
 
     def add(self, measured: Iterable[tuple[int, dict[str, Any]]]) -> None:
         """One (rows, output) a replica; an output with a `weight` counts that instead of rows.
@@ -102,12 +99,12 @@ class Means:
             means._reduced = sums
         return _divided(self._reduced or {})
 
-    def state_dict(self) -> dict[str, dict[str, list[float | str]]]:
+    def state_dict(self) -> dict[str, dict[str, list[Any]]]:
         """This process's sums."""
         self._collect()
         parts = {"window": self._window, "totals": self._totals}
         return {
-            part: {name: list(map(_plain, pair)) for name, pair in parts[part].items()}
+            part: {name: list(map(self._sums.saved, pair)) for name, pair in parts[part].items()}
             for part in parts
         }
 
@@ -120,7 +117,7 @@ class Means:
         if len(states) == world_size:
             states = [states[rank]]
         self._window, self._totals = (
-            _joined([_read(state[part], self._zero) for state in states], counts, self._zero)
+            _joined([_read(state[part], self._sums) for state in states], counts, self._sums.zero)
             for part in ("window", "totals")
         )
         self._reduced = None
@@ -138,19 +135,20 @@ class Means:
                 names = output.keys()
                 self._times.update(names - output.weights if isinstance(output, Weighed) else names)
         self._kept.clear()
+        nothing = self._sums.zero, self._sums.zero
         for name, (values, weights) in columns.items():
             for sums in (self._window, self._totals):
                 # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
                 # result would depend on where a column ends.
-                total, whole = sums.get(name, (self._zero, self._zero))
+                total, whole = sums.get(name, nothing)
                 for value, weight in zip(values, weights, strict=True):
                     total += value * weight
                     whole += weight
                 sums[name] = total, whole
 
     def _everywhere(
-        self, several: list["Means"], local: list[Sums], *, is_whole: bool = False
-    ) -> list[Sums]:
+        self, several: list["Means"], local: list[Totals], *, is_whole: bool = False
+    ) -> list[Totals]:
         """Over all processes, by one all-reduce. All of them make it or none, whatever they have
         measured themselves. `is_whole`: a name that only some of them measure is refused."""
         if self._reduce is None or not several:
@@ -169,19 +167,20 @@ class Means:
                 if count:
                     one._names = self._agree(sorted({*one._names, *sums}))
 
-    def _vector(self, sums: Sums, is_whole: bool) -> Iterator[float]:
+    def _vector(self, sums: Totals, is_whole: bool) -> Iterator[float]:
         """This process's numbers of each name that all have agreed on."""
+        nothing = self._sums.zero, self._sums.zero
         for name in self._names:
-            for number in sums.get(name, (self._zero, self._zero)):
-                yield from number.spread() if isinstance(number, Exact) else [number]
+            yield from self._sums.spread(*sums.get(name, nothing))
             if is_whole:
                 yield from self._presence(name)
 
-    def _sums_in(self, reduced: Iterator[float], is_whole: bool) -> Sums:
+    def _sums_in(self, reduced: Iterator[float], is_whole: bool) -> Totals:
         """What the vectors of all processes come to."""
-        sums: Sums = {}
+        sums: Totals = {}
         for name in self._names:
-            sums[name] = self._next(reduced), self._next(reduced)
+            value, weight = self._sums.join(reduced, 2)
+            sums[name] = value, weight
             if is_whole:
                 _refuse_a_part(name, Presence(*islice(reduced, len(Presence._fields))))
         return sums
@@ -193,9 +192,6 @@ class Means:
         times = self._times[name]
         is_mixed = 0 < times < self._outputs
         return Presence(math.nan if is_mixed else float(times > 0), 1.0)
-
-    def _next(self, numbers: Iterator[float]) -> float:
-        return float(Exact.join(numbers)) if isinstance(self._zero, Exact) else next(numbers)
 
 
 class Presence(NamedTuple):
@@ -280,8 +276,8 @@ def _columns(kept: list[Kept]) -> Columns:
     return columns
 
 
-def _joined(several: list[Any], counts: bool, zero: Number) -> Sums:
-    sums: Sums = {}
+def _joined(several: list[Any], counts: bool, zero: Any) -> Totals:
+    sums: Totals = {}
     for part in several:
         for name, (value, weight) in part.items():
             before = sums.get(name, (zero, zero))
@@ -289,17 +285,8 @@ def _joined(several: list[Any], counts: bool, zero: Number) -> Sums:
     return sums
 
 
-def _plain(number: Number) -> float | str:
-    """The number as a checkpoint holds it."""
-    return str(number) if isinstance(number, Exact) else number
-
-
-def _read(state: Mapping[str, Any], zero: Number) -> Sums:
-    def number(part: Any) -> Any:
-        exact = Exact.parse(part) if isinstance(part, str) else Exact.of(part)
-        return exact if isinstance(zero, Exact) else float(exact)
-
-    return {name: (number(value), number(weight)) for name, (value, weight) in state.items()}
+def _read(state: Mapping[str, Any], sums: Sums) -> Totals:
+    return {name: (sums.read(value), sums.read(weight)) for name, (value, weight) in state.items()}
 
 
 def fraction(of: Tensor) -> Tensor:
@@ -361,5 +348,5 @@ def _numbers(values: list, names: list[str]) -> list[float]:
     return numbers
 
 
-def _divided(sums: Sums) -> dict[str, float]:
+def _divided(sums: Totals) -> dict[str, float]:
     return {name: value / weight for name, (value, weight) in sums.items() if weight}

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from dpframe.strategies.outline import fill_later as fill_later
     from dpframe.strategies.outline import is_outlined as is_outlined
     from dpframe.strategies.processes import Processes as Processes
+    from dpframe.sums import MetricStates as MetricStates
+    from dpframe.sums import Sums as Sums
     from dpframe.trainer import Predictions as Predictions
     from dpframe.trainer.compute.placement import default_dtype as default_dtype
     from dpframe.trainer.feed import TrainingData as TrainingData
@@ -100,6 +102,7 @@ _NAMES = {
     "strategies.group": ("GroupCollectives",),
     "strategies.outline": ("fill_later", "is_outlined"),
     "strategies.processes": ("Processes",),
+    "sums": ("MetricStates", "Sums"),
     "launch.environment": ("environment",),
     "launch.local": ("allow_fork",),
     "launch.signals": ("signals",),

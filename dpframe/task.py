@@ -55,7 +55,6 @@ class TaskContext:
         *,
         seed: int = 0,
         is_compiled: bool = False,
-        end_share: Callable[[list[int]], None] = lambda share: None,
     ) -> None:
         self.progress = progress
         self.strategy = strategy
@@ -64,7 +63,6 @@ class TaskContext:
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
         self.batches: int | None = None  # of an evaluation's pass; None where it is unknown
         self.is_cut = False  # whether a step has a piece of its share
-        self.end_share = end_share  # called after the step of a logical share
 
     @property
     def epoch(self) -> int:

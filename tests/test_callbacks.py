@@ -418,7 +418,6 @@ def test_the_banner_says_how_many_batches_make_a_step():
         (1, {}, "32"),
         (2, {}, "32: one replica's curve but for rounding; trainer.logical_replicas: its bits"),
         (2, {"precision": "64"}, "64"),
-        (2, {"logical_replicas": 2}, "32"),
     ],
 )
 def test_the_banner_says_what_several_replicas_keep_of_the_numbers(replicas, settings, said):

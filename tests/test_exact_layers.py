@@ -179,7 +179,6 @@ REFUSED = [
         {"compile": True, "checkpoint_activations": "net.2"},
         "trainer.dropout=row can't count",
     ),
-    (CPU(), {"logical_replicas": 2}, "trainer.batch_norm=global with trainer.logical_replicas=2"),
 ]
 
 
@@ -187,15 +186,6 @@ REFUSED = [
 def test_what_can_not_be_exact_is_one_line(strategy, settings, said):
     with pytest.raises(UserError, match=said):
         on(strategy, partial(trained, name="lbfgs", **settings))
-
-
-@pytest.mark.parametrize("strategy", [CPU(), DataParallel(3, "cpu"), RANKS["ddp-2"]])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_logical_shares_drop_the_rows_that_one_share_does(strategy, accumulate):
-    given: dict[str, Any] = {"accumulate": accumulate, "exact_layers": False, "dropout": "row"}
-    wanted = trained(CPU(), "vit", **given)
-    shared = partial(trained, name="vit", logical_replicas=3, **given)
-    check(*on(strategy, shared)[:2], *wanted[:2])
 
 
 class Classifies(Task):

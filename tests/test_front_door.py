@@ -15,6 +15,7 @@ from command import ROOT, environment
 from test_contributing import PROJECT
 
 from dpframe.config import modes, plugins
+from dpframe.trainer import settings
 
 pytestmark = pytest.mark.whole
 PUBLIC = [f"dpframe{name}" for name in ("", ".callbacks", ".loggers", ".strategies", ".testing")]
@@ -24,7 +25,7 @@ PLUGINS = {
     for folder in ROOT.glob("dpframe/plugins/*")
     if (folder / "__init__.py").is_file()
 }
-BRINGS = {"huggingface", "lab", "lightning", "ray", "verify"}
+BRINGS = {"huggingface", "lab", "lightning", "logical", "ray", "verify"}
 # What one plugin alone needs of the core, and why. Two that need the same ask for a name in
 # `dpframe.plugin`.
 FRIENDS = {
@@ -74,6 +75,12 @@ FRIENDS = {
         "dpframe.trainer.resume.attributes": "what a checkpoint keeps of a module of theirs",
         "dpframe.trainer.checks.in_place": "InPlace: gradients that their hooks change",
         "dpframe.trainer.optim.optimizers": "kind_of: what their configure_optimizers returned",
+    },
+    "logical": {
+        "dpframe.parameters": "has_sparse: gradients that can't be added up",
+        "dpframe.strategies.base": "FREEZE_ALIKE: what ranks that freeze other weights do",
+        "dpframe.strategies.devices": "model: devices of other kinds round otherwise",
+        "dpframe.trainer.settings": "BY_SPEED, CUDA_GRAPH_MODES: what settings mean",
     },
     "ray": {
         "dpframe.checkpoint": "seal: the newest checkpoint that is whole",
@@ -151,6 +158,7 @@ def test_each_entry_point_of_dpframes_own_is_known_where_it_is_missing():
         for path in (ROOT / folder.replace(".", "/")).glob("*/*.yaml")
     }
     assert options == {*plugins.OPTIONS}
+    assert points["dpframe.settings"].keys() == {*settings.OF_PLUGINS}
 
 
 def test_nothing_of_the_core_imports_a_plugin():
@@ -198,12 +206,12 @@ def test_the_command_does_without_the_plugins_and_says_which_is_missing(core):
     assert re.findall(r"^  mode=(\w+)", page, re.M) == ["fit", "validate", "test", "predict"]
     assert "mode=verify" not in page and "mode=test checkpoint=best" in page
     assert "recipe=boston" in page and "recipe=lightning" not in page and "strategy=ray" not in page
-    for word in ("mode=verify", "recipe=lightning", "strategy=ray"):
+    for word in ("mode=verify", "recipe=lightning", "strategy=ray", "trainer.logical_replicas=2"):
         refused = without_plugins(core, "dpframe", "recipe=boston", word)
         assert refused.returncode == 2
         assert refused.stderr == (
-            f"dpframe: {word} is not installed; it is one of dpframe's plugins, which this "
-            "installation lacks; install dpframe again\n"
+            f"dpframe: {word.removesuffix('=2')} is not installed; it is one of dpframe's plugins, "
+            "which this installation lacks; install dpframe again\n"
         )
 
 

@@ -32,11 +32,11 @@ GROUND = {"data", "devices", "errors", "launch", "loggers", "metrics", "seeding"
 GROUND |= {
     "adapter",
     "composite",
-    "exact",
     "lightning_names",
     "parameters",
     "scheduler_lengths",
     "schedules",
+    "sums",
 }
 ENTRANCES = {
     "__init__",
@@ -273,8 +273,6 @@ def test_the_trainer_knows_no_strategy_but_the_simplest():
         "dpframe.strategies.data_parallel.Replicas",
         "dpframe.strategies.collectives",  # what all of them have
         "dpframe.strategies.collectives.Collectives",
-        "dpframe.strategies.logical",  # around any of them
-        "dpframe.strategies.logical.Logical",
         "dpframe.strategies.devices",  # no strategy: what there is on this machine
         "dpframe.strategies.devices.use_threads",
         "dpframe.strategies.single",  # which one it is, where a program names none

@@ -198,10 +198,7 @@ KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_outputs_of_the_same_names_are_read_together_to_the_same_bits(
-    monkeypatch, is_weighted, is_exact
-):
+def test_outputs_of_the_same_names_are_read_together_to_the_same_bits(monkeypatch, is_weighted):
     generator = torch.Generator().manual_seed(0)
     outputs = []
     for step in range(20):
@@ -211,7 +208,7 @@ def test_outputs_of_the_same_names_are_read_together_to_the_same_bits(
         outputs.append((step % 3, {**output, **more}))
 
     def read() -> tuple[Any, ...]:
-        made = Means(None, lambda names: names, is_exact=is_exact)
+        made = Means(None, lambda names: names)
         made.add(outputs[:15])
         window = made.window()
         made.add(outputs[15:])

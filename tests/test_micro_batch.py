@@ -212,7 +212,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (normed, {"callbacks": [THAWS]}, f"net.1, a BatchNorm, {BY_ONE}put it into evaluation"),
     (Summed, {}, "depends on how its rows are shared .*, so pieces of a batch would train by ano"),
     (Small, {"micro_batch": 0}, "trainer.micro_batch=0 is out of range"),
-    (Small, {"logical_replicas": 2}, "trainer.micro_batch=2 with trainer.logical_replicas=2: each"),
 ]
 
 

@@ -81,7 +81,6 @@ def test_every_test_that_a_page_names_is_there():
 
 # Members of a strategy that are the Trainer's, or the base class's own.
 NOT_WRITTEN = {"name", "nodes", "uses_gpus", "choose_devices", "is_set_up"}
-NOT_WRITTEN |= {"logical_shares"}
 
 
 def test_the_contract_of_a_strategy_names_each_member_and_each_collective():

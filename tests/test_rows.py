@@ -96,14 +96,6 @@ def test_turns_have_noise_of_their_own():
     assert not torch.equal(one, other)
 
 
-def test_logical_shares_have_the_same_noise_as_replicas():
-    apart = weights(Noisy, DataParallel(2, "cpu"))[0]
-    for strategy in (CPU(), DataParallel(2, "cpu")):
-        together = weights(Noisy, strategy, logical_replicas=4)[0]
-        for name, weight in apart.items():
-            torch.testing.assert_close(together[name], weight, rtol=0, atol=1e-12)
-
-
 def test_a_compiled_step_draws_the_same(monkeypatch):
     state, _ = weights(Noisy, CPU())
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -889,7 +889,6 @@ def test_on_one_process_a_first_fit_warns_of_shapes_that_are_broadcast(caplog):
     ]
     fitted(Squeezed(), max_steps=2, resume=made.state_dict())
     fitted(Squeezed(), max_steps=1, share_check="off")
-    fitted(Squeezed(), max_steps=1, logical_replicas=2)
     assert warned(caplog) == []
     with pytest.raises(UserError, match=r"one; torch's sub broadcasts \[5, 1\] and \[5\]: give"):
         fitted(Squeezed(), strategy=TWO())

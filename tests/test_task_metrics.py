@@ -460,10 +460,6 @@ def test_a_window_of_updates_is_refused_on_several_replicas(strategy):
     assert on(strategy, is_refused)
 
 
-def test_a_window_of_updates_is_refused_with_logical_shares():
-    assert is_refused(CPU(), logical_replicas=2)
-
-
 def test_gradients_that_are_computed_again_count_no_row_again():
     recompute = Hooks(on_before_step=lambda trainer: trainer.recompute_gradients())
     assert_is_over_all(fit(Judged(), callbacks=[recompute]).metrics, "train")

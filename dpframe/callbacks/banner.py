@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def banner(trainer: "Trainer") -> str:
     strategy, run = trainer.strategy, trainer.run
-    shares = strategy.logical_shares
+    shares = trainer.settings.logical_replicas
     dashboards = (logger.dashboard(run.directory) for logger in trainer.loggers)
     task = f"{type(trainer.task).__name__}, seed {trainer.seed}"
     rows = [
@@ -73,7 +73,7 @@ def _step(trainer: "Trainer") -> str:
 
 def _precision(trainer: "Trainer") -> str:
     strategy, precision = trainer.strategy, trainer.settings.precision
-    if strategy.replicas == 1 or strategy.logical_shares or precision == "64":
+    if strategy.replicas == 1 or strategy.has_fixed_shares or precision == "64":
         return precision
     return f"{precision}: one replica's curve but for rounding; trainer.logical_replicas: its bits"
 

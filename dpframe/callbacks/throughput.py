@@ -47,7 +47,7 @@ class Throughput(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         strategy = trainer.strategy
         self.is_to_count = self.count_flops and not self.flops_per_row
-        has_threads = strategy.replicas > strategy.world_size or strategy.logical_shares > 0
+        has_threads = strategy.replicas > strategy.world_size or strategy.has_fixed_shares
         if self.is_to_count and has_threads:  # of which torch's counter sees one
             self.is_to_count = False
             log.info("callbacks.throughput counts operations where each replica has a process")

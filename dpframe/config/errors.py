@@ -20,7 +20,7 @@ from dpframe.config.schema import (
     groups,
     type_of,
 )
-from dpframe.errors import UserError, first_line, nearest, suggestion
+from dpframe.errors import LACKING, UserError, first_line, nearest, suggestion
 from dpframe.values import KINDS, describe_type
 
 
@@ -118,7 +118,7 @@ class _Mistake:
         path = self.error.missing_cfg_file or (loaded[1] if loaded else "")
         group, _slash, option = path.rpartition("/")
         if path.replace("/", "=") in plugins.OPTIONS:
-            return f"{group}={option} is not installed; {plugins.LACKING}"
+            return f"{group}={option} is not installed; {LACKING}"
         names = list(self.error.options or self.options(group))
         inner = group.partition("/")[2]
         if not names and self.options(inner):  # of defaults, which begin in the file's own group

@@ -18,13 +18,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dpframe.config import plugins
-from dpframe.errors import UserError, first_line, not_one_of
+from dpframe.errors import LACKING, UserError, first_line, not_one_of
 
 OWN = ("fit", "validate", "test", "predict")
 MEANT = {"train": "fit", "evaluate": "validate", "eval": "validate"}  # in other frameworks
 UNINSTALLED = {  # what to do where there is no entry point of the mode
     "plan": "pip install examples/dpframe-plan, in dpframe's repository, adds it",
-    **dict.fromkeys(("compare", "doctor", "export", "tune", "verify"), plugins.LACKING),
+    **dict.fromkeys(("compare", "doctor", "export", "tune", "verify"), LACKING),
 }
 
 

@@ -12,7 +12,6 @@ settings, at each start; nothing else of it is before one of its options is used
 """
 
 import os
-import sys
 from functools import cache
 from importlib import metadata, util
 from importlib.resources import files
@@ -20,13 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpframe.errors import UserError
+from dpframe.util import entry_points
 
-GROUP, MODES = "dpframe.plugins", "dpframe.modes"
 OPTIONS = (  # of dpframe/plugins, which has modes, too
     *("callbacks=save_pretrained", "recipe=classify", "recipe=lightning", "recipe=sft"),
     "strategy=ray",
 )
-LACKING = "it is one of dpframe's plugins, which this installation lacks; install dpframe again"
 
 
 class Plugin(NamedTuple):
@@ -53,8 +51,8 @@ def modes_here() -> list[str]:
 def _packages() -> tuple[Plugin, ...]:
     """Of two versions, the one that Python would import."""
     plugins: dict[tuple[str, str], Plugin] = {}
-    for package, point in _points():
-        if point.group == GROUP and (folder := _folder(point.value)):
+    for package, point in entry_points.found():
+        if point.group == entry_points.OPTIONS and (folder := _folder(point.value)):
             plugin = Plugin(package, point.value.split(".")[0], folder)
             plugins.setdefault((_name(package), point.value), plugin)
     return tuple(plugins[key] for key in sorted(plugins))
@@ -65,16 +63,16 @@ def _project(here: str) -> tuple[tuple[Plugin, ...], list[str]]:
     """The plugins, and the names of the modes, of the project in this folder."""
     try:
         text = Path(here, "pyproject.toml").read_text(encoding="utf-8")
-        if GROUP not in text and MODES not in text:
+        if entry_points.OPTIONS not in text and entry_points.MODES not in text:
             return (), []
         import tomllib  # which few starts need
 
         project = tomllib.loads(text)["project"]
         package = f"{project['name']} {project.get('version', 'in this folder')}"
         points = project["entry-points"]
-        modules = points.get(GROUP, {}).values()
+        modules = points.get(entry_points.OPTIONS, {}).values()
         folders = [(module.split(".")[0], Path(here, *module.split("."))) for module in modules]
-        modes = list(points.get(MODES, {}))
+        modes = list(points.get(entry_points.MODES, {}))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return (), []  # another program's, or half written
     return tuple(Plugin(package, top, folder) for top, folder in folders if folder.is_dir()), modes
@@ -84,23 +82,10 @@ def _project(here: str) -> tuple[tuple[Plugin, ...], list[str]]:
 def modes() -> dict[str, list[tuple[str, metadata.EntryPoint]]]:
     """The modes that packages bring, by name: each with its package."""
     found: dict[str, dict[str, tuple[str, metadata.EntryPoint]]] = {}
-    for package, point in _points():
-        if point.group == MODES:
+    for package, point in entry_points.found():
+        if point.group == entry_points.MODES:
             found.setdefault(point.name, {}).setdefault(_name(package), (package, point))
     return {name: list(packages.values()) for name, packages in found.items()}
-
-
-@cache
-def _points() -> tuple[tuple[str, metadata.EntryPoint], ...]:
-    """The entry points for dpframe, each with the name and version of its package."""
-    # What lies in the current directory was not installed, though Python may look there.
-    here = os.path.realpath(os.curdir)
-    folders = [path for path in sys.path if os.path.realpath(path or os.curdir) != here]
-    return tuple(
-        (f"{package.name} {package.version}", point)
-        for package in metadata.distributions(path=folders)
-        for point in _points_of(package)
-    )
 
 
 def files_of(group: str, option: str, own: Path | None) -> list[tuple[str, Path]]:
@@ -139,16 +124,6 @@ def origin_of(module: str) -> str:
 def is_own(package: str) -> bool:
     """Whether the plugin comes with dpframe."""
     return _name(package) == "dpframe"
-
-
-def _points_of(package: metadata.Distribution) -> list[metadata.EntryPoint]:
-    try:
-        text = package.read_text("entry_points.txt") or ""
-        if "dpframe." not in text or not (package.name and package.version):
-            return []  # without parsing it
-        return [point for point in package.entry_points if point.group in (GROUP, MODES)]
-    except Exception:
-        return []  # a broken package is no reason to stop
 
 
 def _name(package: str) -> str:

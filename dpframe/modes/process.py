@@ -108,8 +108,8 @@ def _perform(job: Composed, work: Work, strategy: Strategy, git: Git) -> dict[st
 def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
     settings = job.settings
     seeding.seed_everything(settings.seed)
-    if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
-        use_threads(settings.trainer.threads or 1)
+    if settings.trainer.threads is not None:  # by whose number the first weights may round, too
+        use_threads(settings.trainer.threads)
     beat()
     with strategy.sharding.building():
         task = task_of(job)()

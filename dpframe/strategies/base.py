@@ -16,6 +16,7 @@ from dpframe.loggers import Logger
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
 from dpframe.strategies.weights import WHOLE, Weights
+from dpframe.sums import FLOATS, Sums
 from dpframe.values import check_gpus
 
 NO_GATHER = "it has no gather_rows"
@@ -43,12 +44,13 @@ class Strategy:
     launches_ranks = False  # in processes of their own, which `trainer.max_restarts` may restart
     wants_all_gradients = False  # each replica gives one of each weight, of 0 if it has no rows
     spans_machines = False  # the ranks that it launches may be on other machines than this one
-    takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
+    takes_logical_shares = False  # a plugin may split batches and add up gradients in its place
+    has_fixed_shares = False  # of a batch, whoever computes them: no number depends on replicas
     has_alike_weights = False  # after each update all ranks' have the same bits: they are compared
     sharding: Weights = WHOLE  # how each process keeps the weights
-    # What the Trainer sets, and `Logical`, which is around a strategy.
+    sums: Sums = FLOATS  # how numbers of shares and processes are added up
+    # What the Trainer sets.
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
-    logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
     is_set_up = False
     _current: ExitStack | None = None  # what `take` has entered
 
@@ -77,6 +79,11 @@ class Strategy:
     def is_main(self) -> bool:
         """Whether this process is the one that prints, logs and writes."""
         return self.rank == 0
+
+    @property
+    def draws_as(self) -> int:
+        """The rank whose random numbers this process draws outside of its shares."""
+        return 0 if self.has_fixed_shares else self.rank
 
     @property
     def devices(self) -> list[str]:

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dpframe.exact import sum_exactly
-
 
 class Collectives:
     """Every process calls these in the same order; `rank` is its number, and 0 the main one's."""
@@ -25,15 +23,6 @@ class Collectives:
     def sum_numbers(self, numbers: list[float]) -> list[float]:
         """Host numbers summed over the processes, without waiting for a device."""
         return numbers
-
-    def sum_columns(
-        self, columns: Iterable[Iterable[float]], *, is_exact: bool = False
-    ) -> list[float]:
-        """The sum of each column of host numbers over the processes; `is_exact`: without rounding,
-        so that it does not matter which process has which number."""
-        if is_exact:
-            return sum_exactly(columns, self.sum_numbers)
-        return self.sum_numbers([sum(column) for column in columns])
 
     def sum_in_order(
         self, add: Callable[[list[Tensor]], Tensor], vectors: list[Tensor], counts: list[int]

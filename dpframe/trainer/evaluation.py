@@ -54,11 +54,6 @@ class Placed:
     interruption: Interruption | None
     checked: set[str] = field(default_factory=set)  # by the share check: train, val, test
 
-    @property
-    def draws_as(self) -> int:
-        """Which process's random numbers this one draws; each logical share has its own."""
-        return 0 if self.strategy.logical_shares else self.strategy.rank
-
 
 class Evaluation:
     """One of the task's steps over a `val`, `test` or `predict` data set."""
@@ -260,10 +255,8 @@ def means_over(strategy: Strategy) -> Means:
             sorted(set().union(*strategy.collectives.gather(names)))
         )
 
-    is_exact = strategy.logical_shares > 0
-    in_order = partial(_sum_in_order, strategy.collectives)
-    reduce = strategy.collectives.sum if is_exact else in_order
-    return Means(reduce if strategy.world_size > 1 else None, agree, is_exact=is_exact)
+    reduce = partial(_sum_in_order, strategy.collectives)
+    return Means(reduce if strategy.world_size > 1 else None, agree, strategy.sums)
 
 
 def _sum_in_order(collectives: Collectives, numbers: Tensor) -> Tensor:

@@ -224,12 +224,6 @@ def _by_rank(
             "now",
             source.method,
         )
-    if strategy.logical_shares:
-        raise UserError(
-            f"{'dpframe.Batches' if is_ready else 'data.divided=by_rank'} with "
-            "trainer.logical_replicas: which rows meet in a batch would depend on the number of "
-            "ranks; give all rows in each process"
-        )
     if isinstance(source.dataset, IterableDataset):
         return source
     if source.sampler is not None or isinstance(source.dataset, Mix):
@@ -321,19 +315,20 @@ def _loader(
     if source.is_by_rank:
         division = ByRank(strategy.world_size)
     elif source.is_divided and isinstance(source.dataset, IterableDataset):
-        if strategy.logical_shares:
-            raise UserError(
-                "data.divide_streams=true with trainer.logical_replicas: which rows meet in a "
-                "batch would depend on the number of ranks; use data.divide_streams=false"
-            )
         division = Division(source.dataset, strategy.world_size, workers.processes)
     is_ready = isinstance(source.dataset, Batches)
+    if division is not None and strategy.has_fixed_shares:
+        how = "data.divided=by_rank" if source.is_by_rank else "data.divide_streams=true"
+        raise UserError(
+            f"{'dpframe.Batches' if is_ready else how} with trainer.logical_replicas: which rows "
+            "meet in a batch would depend on the number of ranks; give all rows in each process"
+        )
     if division is not None and not is_ready:
         _refuse_idle_ranks(source.batch_size, strategy)
     here = Here(
         shares=strategy.split_rows,
-        rank=0 if strategy.logical_shares else strategy.rank,
-        looks_always=strategy.logical_shares > 0,  # else other bits would follow
+        rank=strategy.rank,
+        looks_always=strategy.has_fixed_shares,  # else other bits would follow
         agree=strategy.collectives.broadcast,
         tally=strategy.collectives.sum_numbers,
         place=partial(

@@ -65,7 +65,7 @@ class Hooks:
             others = callbacks[: len(callbacks) - len(readers)]
             self._lists = overridden([task, *others, self.log_check, *readers])
         check = settings.share_check
-        if strategy.world_size > 1 and check != "off" and not strategy.logical_shares:
+        if strategy.world_size > 1 and check != "off" and not strategy.has_fixed_shares:
             for name in WITHIN_EPOCH:
                 hooks = self._lists[name]
                 self._lists[name] = [

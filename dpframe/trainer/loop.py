@@ -41,7 +41,7 @@ from dpframe.trainer.prepare import (
     told,
 )
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
+from dpframe.trainer.ranks import Ranks, SoFar, choose_strategy, put_around
 from dpframe.trainer.recorder import Recorder, RunInfo, begun
 from dpframe.trainer.resume.state import Start, start_state
 from dpframe.trainer.settings import TrainerSettings
@@ -122,7 +122,7 @@ class Trainer(CallbackView):
         if not self.strategy.is_set_up:
             self._opened.enter_context(self.strategy)
             atexit.register(self._opened.close)  # which does not keep the Trainer
-        self.strategy = strategy = add_logical_shares(self.strategy, settings, self.seed)
+        self.strategy = strategy = put_around(self.strategy, settings, self.seed)
         cuts_weights = strategy.sharding.cuts
         self.precision = Precision(settings.precision, strategy.device, cuts_weights=cuts_weights)
         strategy.dtype = self.precision.dtype
@@ -139,7 +139,6 @@ class Trainer(CallbackView):
             strategy,
             seed=self.seed,
             is_compiled=settings.compile_mode is not None,
-            end_share=metrics.end_share,
         )
         self.hooks = Hooks(task, self.callbacks, strategy, settings)
         own_loggers = strategy.logger(loggers)
@@ -291,8 +290,8 @@ class Trainer(CallbackView):
         if not self.task.training:
             self.task.train()
         hooks.call("on_epoch_start", self)
-        if is_new and self.placed.draws_as:
-            self._seed(progress.epoch, self.placed.draws_as)
+        if is_new and self.strategy.draws_as:
+            self._seed(progress.epoch, self.strategy.draws_as)
         if training.later is not None:  # these hooks may have changed layers and their modes
             look_again(training.later, training, self.placed, progress.epoch)
         for batches in training.feed.steps(progress):  # those of one update

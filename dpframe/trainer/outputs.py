@@ -16,6 +16,7 @@ from dpframe.errors import UserError, nearest
 from dpframe.metrics import SOMETIMES_WEIGHTED, Weighed, described, is_number
 from dpframe.rows import current_share, gather_shares
 from dpframe.strategies.collectives import Collectives
+from dpframe.sums import FLOATS, Sums
 from dpframe.task import Output, Task
 
 Measured = tuple[int, Output]
@@ -305,7 +306,7 @@ class Weighting:
 
     collectives: Collectives
     device: torch.device
-    is_exact: bool = False
+    sums: Sums = FLOATS
     is_used: bool | None = None  # None before the first batch
 
     def of(self, measured: list[Measured]) -> list[Any]:
@@ -329,13 +330,12 @@ class Weighting:
         device = self.device
         if not has_float64(device):  # the host sums them
             device, weights = torch.device("cpu"), [float(weight) for weight in weights]
-        if self.is_exact:  # the host sums them without rounding
-            column = [float(weight) for weight in weights]
-            weights = self.collectives.sum_columns([column], is_exact=True)
+        if self.sums.is_exact:
+            weights = self.sums.of_columns([map(float, weights)], self.collectives.sum_numbers)
         here = torch.zeros((), dtype=torch.float64, device=device)
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
-        total = here if self.is_exact else self.collectives.sum(here.sum())
+        total = here if self.sums.is_exact else self.collectives.sum(here.sum())
         return torch.where(total == 0, 0.0, rows / total)
 
 

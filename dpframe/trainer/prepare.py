@@ -112,9 +112,7 @@ def make_training(given: Given) -> Training:
             "of one; write validation_step, or return None from val_dataset"
         )
     own, notes = compare_shares(given, updates)
-    has_several = strategy.replicas > 1 or feed.cut is not None
-    is_own = has_several and not strategy.logical_shares
-    later = Later(task, settings, own) if is_own else None
+    later = Later(task, settings, own) if own.is_several else None
     recomputed = drop_activations(task, settings.checkpoint_activations)
     wrap_steps(updates, task, strategy, settings, placed.precision)
     means = means_over(strategy)
@@ -339,7 +337,7 @@ def heed_own_modes(task: Task) -> None:
 
 def can_be_cut(task: Task, strategy: Strategy) -> bool:
     """Whether the shares of a batch can be computed in pieces."""
-    return not (task.optimizes_by_hand or strategy.logical_shares or any(norms_in_training(task)))
+    return not (task.optimizes_by_hand or strategy.has_fixed_shares or any(norms_in_training(task)))
 
 
 def norms_in_training(task: Task) -> Iterator[str]:

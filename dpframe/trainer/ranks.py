@@ -17,13 +17,12 @@ from dpframe.loggers import Logger
 from dpframe.parameters import first_hooked
 from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.compute.placement import process_settings, use_process_settings
 from dpframe.trainer.predictions import on_cpu
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.settings import OF_PLUGINS, TrainerSettings, plugin
 
 
 def choose_strategy(strategy: Strategy | str | None, settings: TrainerSettings) -> Strategy:
@@ -36,12 +35,12 @@ def choose_strategy(strategy: Strategy | str | None, settings: TrainerSettings) 
     return strategy
 
 
-def add_logical_shares(strategy: Strategy, settings: TrainerSettings, seed: int) -> Strategy:
-    """The strategy itself, unless `trainer.logical_replicas` says how batches are computed."""
-    if settings.logical_replicas is not None:
-        strategy = Logical(strategy, settings.logical_replicas, seed)
-    is_logical = strategy.logical_shares and strategy.device.type != "cpu"
-    if settings.deterministic or is_logical:
+def put_around(strategy: Strategy, settings: TrainerSettings, seed: int) -> Strategy:
+    """The strategy itself, or what a plugin that a setting asks for puts around it."""
+    for key in OF_PLUGINS:
+        if getattr(settings, key) is not None:
+            strategy = plugin(key).put_around(strategy, settings, seed)
+    if settings.deterministic:
         seeding.refuse_nondeterminism(strategy.device)
     return strategy
 

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
-from dpframe.errors import UserError, not_one_of, suggestion
+from dpframe.errors import LACKING, UserError, not_one_of, suggestion
 from dpframe.values import ABOVE_0, check_gpus, check_type, check_types, fits, refuse_below
 
 CHOICES = {
@@ -42,6 +43,7 @@ LEAST = {
     "logical_replicas": 1,
     "max_restarts": 0,
 }
+OF_PLUGINS = ("logical_replicas",)  # keys that a plugin carries out, where they are not null
 SHARES = (  # whole numbers, or below 1 a share of the epoch or its batches
     "validate_every_epochs",
     *(f"limit_{kind}_batches" for kind in ("train", "eval", "val", "test", "predict")),
@@ -67,10 +69,10 @@ class TrainerSettings:
     # else may have to know it: `fingerprint.DECIDING`, if a run can't go on with another value, or
     # else `FREE` of tests/test_prepare.py; `recorder.TELLING`, if runs are compared by it;
     # plugins/verify/course.py and modes/measure.py, if theirs do without it; `ByHand`, where it
-    # does nothing; `keywords.ELSEWHERE_NAMES`; calendar.py, if it says when, and callbacks/progress
-    # .py; of a limit of training `reached` below, `TrainingData.total_steps`,
-    # `modes.ending._longer`, and `OF_FIT` of config/origin.py. test_conf, test_names, test_prepare
-    # and test_arguments tell what was forgotten.
+    # does nothing; `OF_PLUGINS`, if a plugin carries it out; `keywords.ELSEWHERE_NAMES`;
+    # calendar.py, if it says when, and callbacks/progress.py; of a limit of training `reached`
+    # below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT` of config/origin.py.
+    # test_conf, test_names, test_prepare and test_arguments tell what was forgotten.
 
     max_epochs: int | None = 10
     max_steps: int | None = None
@@ -149,8 +151,9 @@ class TrainerSettings:
                 "one of them to false"
             )
         self._check_clipping()
-        if self.logical_replicas is not None:
-            self._check_logical()
+        for key in OF_PLUGINS:
+            if getattr(self, key) is not None:
+                plugin(key).settle(self)
         if self.data_on_device != "auto" and not isinstance(self.data_on_device, bool):
             raise not_one_of(
                 "trainer.data_on_device", self.data_on_device, ("auto", "true", "false")
@@ -215,22 +218,6 @@ class TrainerSettings:
             for key, count, limit in counts
             if limit is not None and count >= limit
         ]
-
-    def _check_logical(self) -> None:
-        own = "each share has a forward and a backward of its own"
-        mode = self.compile_mode
-        for key, is_refused, why, use in (
-            (f"precision={self.precision}", self.precision == "fp16", own, "precision=bf16 or 32"),
-            (f"compile.mode={mode}", mode in CUDA_GRAPH_MODES, own, "compile.mode=default"),
-            ("cudnn_benchmark=true", self.cudnn_benchmark, BY_SPEED, "cudnn_benchmark=false"),
-            ("batch_norm=global", self.has_global_batch_norm, own, "batch_norm=replica"),
-            (f"micro_batch={self.micro_batch}", self.micro_batch, own, "micro_batch=null"),
-        ):
-            if is_refused:
-                raise UserError(
-                    f"trainer.{key} with trainer.logical_replicas={self.logical_replicas}: {why}; "
-                    f"use trainer.{use}"
-                )
 
     def _check_clipping(self) -> None:
         for key in ("clip_norm", "clip_value"):
@@ -297,6 +284,19 @@ class TrainerSettings:
                 f"trainer.checkpoint_activations={value} is neither true, null nor names of "
                 "modules; use e.g. trainer.checkpoint_activations=[net.layers.*]"
             )
+
+
+@cache
+def plugin(key: str) -> Any:
+    """The module that carries out this key: `settle` checks the settings, and sets what follows
+    from the key; `put_around` puts a strategy around the one that was chosen."""
+    from dpframe.util import entry_points  # which few programs need
+
+    points = (point for _, point in entry_points.found() if point.group == entry_points.SETTINGS)
+    found = next((point for point in points if point.name == key), None)
+    if found is None:
+        raise UserError(f"trainer.{key} is not installed; {LACKING}")
+    return found.load()
 
 
 def check_seed(seed: Any) -> None:

@@ -134,9 +134,7 @@ class Step:
             losses = known.pop() if known else self._compute_again()
             pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
             columns = [[loss * weight for loss, weight in pairs], [w for _, w in pairs]]
-            total, weight = strategy.collectives.sum_columns(
-                columns, is_exact=strategy.logical_shares > 0
-            )
+            total, weight = strategy.sums.of_columns(columns, strategy.collectives.sum_numbers)
             mean = total / weight if weight else math.nan
             return torch.tensor(mean, dtype=torch.float64, device="cpu")
 

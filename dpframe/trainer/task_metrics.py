@@ -17,14 +17,15 @@ from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.named_metrics import NamedMetrics
 from dpframe.strategies.base import Strategy
+from dpframe.sums import MetricStates
 from dpframe.task import Task
-from dpframe.trainer.share_metrics import SHARES, ShareMetrics, joined
 
 EVALUATED = {"val": "validation_step", "test": "test_step"}
 LONGEST = 100  # of a row that becomes numbers, and of the sides of a matrix that becomes a table
 log = logging.getLogger("dpframe")
 States = dict[str, Any]
 """Of one process: the states of each metric, and the compute groups of each collection."""
+BESIDE = ""  # the key of what the strategy keeps beside them
 Table = tuple[str, list[str], list[list[Any]]]
 """Its name, its columns and its rows."""
 
@@ -40,6 +41,8 @@ class TaskMetrics:
     states of all and computes.
     """
 
+    _added = MetricStates()  # what the strategy keeps of them, where there are any
+
     def __init__(self, task: Task, strategy: Strategy) -> None:
         self._task = type(task).__name__
         self._adapter, self._kept = task.adapter, task.adapter.kept_metrics
@@ -52,13 +55,8 @@ class TaskMetrics:
         self._earlier: list[States] = []  # of this pass, e.g. from processes before a resume
         self._restored: set[str] = set()
         self._told: set[str] = set()
-        self._shares = ShareMetrics(_merge) if strategy.logical_shares else None
-
-    def end_share(self, share: list[int]) -> None:
-        """After the step of a logical share: what it is a share of, and its number."""
-        for name, metric in self._metrics.items():
-            if self._shares is not None and name not in self._kept and self._held.is_updated(name):
-                self._shares.add(name, metric, share)
+        if self._metrics:
+            self._added = strategy.sums.of_metrics(self._updated, _merge)
 
     @contextmanager
     def apart(self, *, is_part: bool = False) -> Iterator[None]:
@@ -71,27 +69,25 @@ class TaskMetrics:
             yield
             return
         before = self._held.remembered()
-        earlier, restored, shares = self._earlier, self._restored, self._shares
-        if shares is not None:
-            self._shares = ShareMetrics(_merge)
-        self.reset()
-        try:
-            yield
-            if is_part:
-                earlier = [*earlier, *self.state_dict()]
-        finally:
-            self._held.put_back(before)
-            self._earlier, self._restored, self._shares = earlier, restored, shares
+        earlier, restored = self._earlier, self._restored
+        with self._added.apart():
+            self.reset()
+            try:
+                yield
+                if is_part:
+                    earlier = [*earlier, *self.state_dict()]
+            finally:
+                self._held.put_back(before)
+                self._earlier, self._restored = earlier, restored
 
     def counts(self) -> list[Any]:
         """What an update of a metric changes besides the metric."""
-        return [] if self._shares is None else [self._shares]
+        return [self._added]
 
     def reset(self) -> None:
         if self._metrics:
             self._held.reset()
-        if self._shares is not None:
-            self._shares.reset()
+            self._added.reset()
         self._earlier, self._restored = [], set()
 
     @torch.no_grad()
@@ -167,7 +163,7 @@ class TaskMetrics:
         return {name: value for name, value in named.items() if value is not None}
 
     def _is_in_parts(self) -> bool:
-        return bool(self._strategy.world_size > 1 or self._earlier or self._shares)
+        return bool(self._strategy.world_size > 1 or self._earlier or self._added.is_used)
 
     def state_dict(self) -> list[States]:
         """The states of this process, on the CPU."""
@@ -183,8 +179,8 @@ class TaskMetrics:
             for name in self._metrics.keys() & here.keys():
                 _restore(self._metrics[name], name, here[name])
                 self._restored.add(name)
-            if self._shares is not None and SHARES in here:
-                self._shares.load_state_dict(here[SHARES])
+            if BESIDE in here:
+                self._added.load_state_dict(here[BESIDE])
 
     def _here(self) -> States:
         """The states of the metrics that were updated in this pass."""
@@ -197,9 +193,15 @@ class TaskMetrics:
         for name, collection in self._collections.items():
             if any(metric.startswith(f"{name}.") for metric in updated):  # it has formed its groups
                 states[name] = sorted(map(sorted, collection.compute_groups.values()))
-        if self._shares is not None:
-            states[SHARES] = self._shares.state_dict()
+        if added := self._added.state_dict():
+            states[BESIDE] = added
         return states
+
+    def _updated(self) -> Iterator[tuple[str, Any]]:
+        """The metrics that were updated in this pass, by their names."""
+        for name, metric in self._metrics.items():
+            if name not in self._kept and self._held.is_updated(name):
+                yield name, metric
 
     def _everywhere(self) -> list[States]:
         """The states of all processes, on the main one."""
@@ -228,11 +230,11 @@ class TaskMetrics:
         names = dict.fromkeys(chain.from_iterable(everywhere))
         for name in names:
             several = [states[name] for states in everywhere if name in states]
-            if name == SHARES:
+            if name == BESIDE:
                 continue
             if name in self._metrics:
-                is_by_share = self._shares is not None
-                _merge(self._metrics[name], joined(name, everywhere) if is_by_share else several)
+                beside = [states.get(BESIDE, {}) for states in everywhere if name in states]
+                _merge(self._metrics[name], self._added.joined(name, several, beside))
             elif any(groups != several[0] for groups in several):
                 raise UserError(
                     f"{self._task}.{name} has metrics with the same states on some processes and "
@@ -306,7 +308,7 @@ class Held:
 
     def _refuse_window(self, name: str, metric: Any, strategy: Strategy) -> None:
         """It counts updates, which are one a share: as many a step as there are replicas."""
-        if strategy.replicas > 1 or strategy.logical_shares:
+        if strategy.replicas > 1 or strategy.has_fixed_shares:
             raise UserError(
                 f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, whose window "
                 "counts updates, so that its value depends on the number of replicas; use a "

@@ -70,11 +70,10 @@ class StepsAgain(StepsByModule):
 
 def mean_loss(outputs: list[Measured], strategy: Strategy, device: torch.device) -> Tensor:
     """Over the rows of all processes, from this one's rows and what their steps measured."""
-    if strategy.logical_shares:  # added up without rounding
+    if strategy.sums.is_exact:
         losses = [rows * float(output["loss"]) for rows, output in outputs]
-        total, count = strategy.collectives.sum_columns(
-            [losses, [rows for rows, _ in outputs]], is_exact=True
-        )
+        columns = losses, [float(rows) for rows, _ in outputs]
+        total, count = strategy.sums.of_columns(columns, strategy.collectives.sum_numbers)
         return torch.tensor(total / count, device=device)
     dtype = torch.float64 if has_float64(device) else torch.float32
     sums = torch.zeros(2, dtype=dtype, device=device)

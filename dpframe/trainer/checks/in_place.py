@@ -17,7 +17,7 @@ class InPlace:
     def __init__(self, task: Task, strategy: Strategy, what: str = "training_step") -> None:
         self._task, self._what = task, what
         self._replicas = strategy.replicas
-        share = strategy.replicas > strategy.world_size and not strategy.logical_shares
+        share = strategy.replicas > strategy.world_size and not strategy.has_fixed_shares
         self.is_needed = share and not task.optimizes_by_hand
         self._weights: Watched | None = None  # before the first time
 

@@ -54,6 +54,7 @@ class Own:
     data: list[str] = field(default_factory=list)  # of rows and collates, in words
     unknown: str = ""  # why it is not known what else there is
     whose: str = "replica's"
+    is_several: bool = False  # there are several of these, and their number shows
 
     @property
     def is_empty(self) -> bool:
@@ -99,7 +100,7 @@ def find_own(
     task, strategy = placed.task, placed.strategy
     kinds = {"batch_norm": settings.has_global_batch_norm, "dropout": settings.drops_by_row}
     is_cut = feed.cut is not None
-    is_several = (strategy.replicas > 1 or is_cut) and not strategy.logical_shares
+    is_several = (strategy.replicas > 1 or is_cut) and not strategy.has_fixed_shares
     convert(task, **kinds)
     dropouts = [m for m in task.modules() if isinstance(m, RowDropout)]
     norms = [m for m in task.modules() if isinstance(m, BATCH_NORMS) and m.training]
@@ -111,7 +112,8 @@ def find_own(
     is_looked_at = bool(dropouts) or (is_several and settings.share_check != "off")
     may_have_one = bool(norms) and not modes_may_change
     has_one = may_have_one and 1 in shares_of(feed, settings, replicas)
-    own = Own(whose="piece's" if is_cut and strategy.replicas == 1 else "replica's")
+    whose = "piece's" if is_cut and strategy.replicas == 1 else "replica's"
+    own = Own(whose=whose, is_several=True)
     watch, drawn, trials = Watch(), list[Drawn](), list[Trial]()
     convert(task, batch_norm=True, dropout=True)  # which the watch can see
     try:

@@ -64,12 +64,14 @@ def check_shares(
     A task that has nothing of each replica's `own` is tried in training mode. More of that may be
     found."""
     task, strategy = placed.task, placed.strategy
+    if settings.share_check == "off" or strategy.has_fixed_shares:
+        return ()
     is_whole = strategy.replicas == 1 and feed.cut is None
-    if is_whole and not is_resumed and settings.share_check != "off":
-        is_tried = updates.by_hand is None and not strategy.logical_shares
+    if is_whole and not is_resumed:
+        is_tried = updates.by_hand is None
         for turn in updates if is_tried and feed.source.batch_size > 1 else ():
             warn_alone(Trial(task, strategy, progress, turn, is_brief=True), feed.source)
-    if is_whole or not _may_be_asked(strategy, settings):
+    if is_whole:
         return ()
     placed.checked.add("val")
     trials, notes = list[tuple[Trial, Any]](), list[str]()
@@ -132,7 +134,7 @@ def check_evaluation(
     kind, strategy = evaluations.kind, placed.strategy
     if kind == "predict" or kind in placed.checked or strategy.sharding.rounds:
         return
-    if strategy.replicas == 1 or not _may_be_asked(strategy, settings):
+    if strategy.replicas == 1 or strategy.has_fixed_shares or settings.share_check == "off":
         return
     placed.checked.add(kind)
     loaders = {name: each.loader for name, each in evaluations.by_name.items()}
@@ -143,11 +145,6 @@ def check_evaluation(
     _refuse(own, settings, "evaluates")
     if own.line and strategy.is_main:
         log.warning(own.line)
-
-
-def _may_be_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
-    """Logical shares are the same on any number of replicas, so that nothing depends on these."""
-    return settings.share_check != "off" and not strategy.logical_shares
 
 
 def evaluated(

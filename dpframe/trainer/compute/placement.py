@@ -72,9 +72,7 @@ def place(
     parameters = sum(parameter.numel() for parameter in task.parameters())
     if settings.threads is not None:
         use_threads(settings.threads)
-    elif settings.logical_replicas is not None or parameters < SMALL_MODEL:
-        # Sums round by the number of threads. And a small model is slower on several of them, and
-        # much slower beside other work.
+    elif parameters < SMALL_MODEL:  # slower on several, and much slower beside other work
         use_threads(1)
     else:  # torch counts the cores of the machine, and a container may have fewer
         use_threads(min(torch.get_num_threads(), cores()))

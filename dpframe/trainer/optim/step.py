@@ -125,8 +125,7 @@ class OptimizerStep:
                 f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
                 "ranks would scale their losses by themselves; use trainer.precision=bf16"
             )
-        is_exact = strategy.logical_shares > 0
-        self.weighting = Weighting(strategy.collectives, strategy.device, is_exact)
+        self.weighting = Weighting(strategy.collectives, strategy.device, strategy.sums)
         self._optimize = (
             dynamo.step_of(self.optimizer) if settings.skip_dynamo_import else self.optimizer.step
         )

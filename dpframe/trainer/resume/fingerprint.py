@@ -71,7 +71,7 @@ def fingerprint(
         facts["trainer.dropout"] = "row"
     if settings.logical_replicas is not None:
         facts["trainer.logical_replicas"] = settings.logical_replicas
-        facts["trainer.threads"] = settings.threads or 1
+        facts["trainer.threads"] = settings.threads
     # Of ready batches the module may have made the loader by its own.
     batch_size = source.batch_size or evaluated_rows(data)
     facts |= {"seed": seed, "data.batch_size": batch_size, "data.shuffle": source.shuffle}

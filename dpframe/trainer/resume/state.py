@@ -140,7 +140,7 @@ class Resumable:
         """The random numbers and the place in the data; what could not be as it was."""
         strategy, progress, devices = self.strategy, self.progress, self.devices
         processes, changes = len(state["random"]), []
-        if processes and strategy.logical_shares:  # all drew the same
+        if processes and strategy.has_fixed_shares:  # all drew the same
             seeding.restore_random_state(state["random"][0], devices)
         elif processes == strategy.world_size:
             seeding.restore_random_state(state["random"][strategy.rank], devices)

@@ -1,10 +1,11 @@
-"""What logical shares add to torchmetrics, so that it does not matter who computes which share.
+"""torchmetrics by the share, so that it does not matter who computes which share.
 
 Sums of floats are added up without rounding, and lists are in the order of the rows.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -12,20 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe.exact import Exact
+from dpframe.plugin import MetricStates
+from dpframe.plugins.logical.exact import Exact
 
 States = dict[str, Any]
-Merge = Callable[[Any, list[States]], None]
-"""Gives a metric the states that torchmetrics makes of those of several processes."""
-SHARES = ""  # beside the names of metrics, the key of what is kept here
 LARGEST = 10_000  # numbers of a sum; the host adds up each by itself
 WAITING = 1_000  # sums that stay on their device until the host takes them
 
 
-class ShareMetrics:
-    """In one process, since the last reset."""
+class ShareMetrics(MetricStates):
+    """What shares have added in one process, since the last reset."""
 
-    def __init__(self, merge: Merge) -> None:
+    is_used = True
+
+    def __init__(
+        self,
+        updated: Callable[[], Iterable[tuple[str, Any]]],
+        merge: Callable[[Any, list[States]], None],
+    ) -> None:
+        self._updated = updated
         self._merge = merge
         self._is_sum: dict[tuple[str, str], bool] = {}  # by metric and state
         self.reset()
@@ -36,12 +42,54 @@ class ShareMetrics:
         self._updates: dict[str, int] = {}
         self._waiting: list[tuple[str, str, Tensor]] = []
 
-    def add(self, name: str, metric: Any, share: list[int]) -> None:
-        """After a share's step: takes the sums out of the metric, and notes where its lists end.
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        before = vars(self).copy()
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
-        Of a metric that does not say `full_state_update=False`, an update may do more than add."""
-        if metric.full_state_update is not False:
-            return
+    def end_share(self, share: list[int]) -> None:
+        """After a share's step: what it is a share of, and its number."""
+        for name, metric in self._updated():
+            # Of one that does not say so, an update may do more than add.
+            if metric.full_state_update is False:
+                self._add(name, metric, share)
+
+    def state_dict(self) -> States:
+        self._take()
+        sums = {
+            name: {key: [number.floats() for number in numbers] for key, numbers in of_keys.items()}
+            for name, of_keys in self._sums.items()
+        }
+        return {"sums": sums, "ends": self._ends}
+
+    def load_state_dict(self, state: States) -> None:
+        self.reset()
+        self._ends = state["ends"]
+        for name, of_keys in state["sums"].items():
+            self._sums[name] = {key: list(map(Exact.sum, each)) for key, each in of_keys.items()}
+
+    def joined(self, name: str, several: list[States], beside: list[States]) -> list[States]:
+        """The first process's states get what all shares have added."""
+        several = list(map(dict, several))
+        sums, ends = ([b.get(part, {}).get(name, {}) for b in beside] for part in ("sums", "ends"))
+        for key, state in several[0].items():
+            if isinstance(state, list):
+                lists = [states[key] for states in several]
+                several[0][key] = _in_order(lists, [of_keys.get(key, []) for of_keys in ends])
+                for states in several[1:]:
+                    states[key] = []
+            elif parts := [of_keys[key] for of_keys in sums if key in of_keys]:
+                columns = zip(*parts, strict=True)
+                numbers = [float(Exact.sum(chain.from_iterable(column))) for column in columns]
+                total = torch.tensor(numbers, dtype=torch.float64).to(state.dtype).view(state.shape)
+                several[0][key] = state + total.to(state.device)
+        return several
+
+    def _add(self, name: str, metric: Any, share: list[int]) -> None:
+        """Takes the sums out of the metric, and notes where its lists end."""
         if metric.update_count == self._updates.get(name, 0):
             return
         self._updates[name] = metric.update_count
@@ -53,20 +101,6 @@ class ShareMetrics:
                 setattr(metric, key, torch.zeros_like(state))
         if len(self._waiting) >= WAITING:
             self._take()
-
-    def state_dict(self) -> States:
-        self._take()
-        texts = {
-            name: {key: list(map(str, sums)) for key, sums in of_keys.items()}
-            for name, of_keys in self._sums.items()
-        }
-        return {"sums": texts, "ends": self._ends}
-
-    def load_state_dict(self, state: States) -> None:
-        self.reset()
-        self._ends = state["ends"]
-        for name, of_keys in state["sums"].items():
-            self._sums[name] = {key: list(map(Exact.parse, sums)) for key, sums in of_keys.items()}
 
     def _adds_up(self, name: str, metric: Any, key: str, numbers: int) -> bool:
         if numbers > LARGEST:
@@ -84,25 +118,6 @@ class ShareMetrics:
             before = sums.get(key) or [Exact()] * len(numbers)
             sums[key] = [one + number for one, number in zip(before, numbers, strict=True)]
         self._waiting.clear()
-
-
-def joined(name: str, everywhere: list[States]) -> list[States]:
-    """A metric's states in all processes, of which the first gets what all shares have added."""
-    several = [dict(states[name]) for states in everywhere if name in states]
-    added = [states.get(SHARES, {}) for states in everywhere if name in states]
-    sums, ends = ([each.get(part, {}).get(name, {}) for each in added] for part in ("sums", "ends"))
-    for key, state in several[0].items():
-        if isinstance(state, list):
-            lists = [states[key] for states in several]
-            several[0][key] = _in_order(lists, [of_keys.get(key, []) for of_keys in ends])
-            for states in several[1:]:
-                states[key] = []
-        elif texts := [of_keys[key] for of_keys in sums if key in of_keys]:
-            columns = zip(*texts, strict=True)
-            numbers = [float(sum(map(Exact.parse, column), start=Exact())) for column in columns]
-            total = torch.tensor(numbers, dtype=torch.float64).to(state.dtype).view(state.shape)
-            several[0][key] = state + total.to(state.device)
-    return several
 
 
 def _in_order(lists: list[list[Any]], ends: list[list[list[int]]]) -> list[Any]:

@@ -1,14 +1,13 @@
 """Sums without rounding: they are the same in whatever order their numbers come."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import reduce
-from operator import add
+import sys
+from collections.abc import Iterable, Iterator
 
 FINEST = 1074  # 2**-1074 is the smallest float: every finite one is a whole number of these
+LARGEST = sys.float_info.max
 LIMB_BITS = 32  # as floats, limbs of millions of processes add up without rounding
 LIMBS = 68  # of the largest float, with room for 2**78 of them
-WIDTH = LIMBS + 1  # floats that one sum is sent as
 
 
 class Exact:
@@ -28,12 +27,8 @@ class Exact:
         return cls(numerator << (FINEST + 1 - denominator.bit_length()))
 
     @classmethod
-    def parse(cls, text: str) -> "Exact":
-        units, rest = text.split()
-        return cls(int(units, 16), float(rest))
-
-    def __str__(self) -> str:
-        return f"{self.units:x} {self.rest!r}"
+    def sum(cls, numbers: Iterable[float]) -> "Exact":
+        return sum(map(cls.of, numbers), start=cls())
 
     def __add__(self, other: "Exact | float") -> "Exact":
         if not isinstance(other, Exact):
@@ -48,6 +43,15 @@ class Exact:
         except OverflowError:
             return math.inf if self.units > 0 else -math.inf
 
+    def floats(self) -> list[float]:
+        """Few, which add up to it without rounding."""
+        found, units = [], self.units
+        while units:
+            near = max(-LARGEST, min(LARGEST, float(Exact(units))))
+            found.append(near)
+            units -= Exact.of(near).units
+        return [*found, self.rest] if self.rest else found or [0.0]
+
     def spread(self) -> list[float]:
         """The sum as floats. Those of several sums add up elementwise without rounding."""
         size, sign = abs(self.units), -1.0 if self.units < 0 else 1.0
@@ -60,12 +64,3 @@ class Exact:
         """From as many floats as `spread` makes."""
         units = sum(int(next(numbers)) << (LIMB_BITS * place) for place in range(LIMBS))
         return cls(units, next(numbers))
-
-
-def sum_exactly(
-    columns: Iterable[Iterable[float]], sum_numbers: Callable[[list[float]], list[float]]
-) -> list[float]:
-    """The sum of each column over all processes, whose lists of numbers `sum_numbers` adds up."""
-    sums = [reduce(add, column, Exact()) for column in columns]
-    numbers = iter(sum_numbers([number for each in sums for number in each.spread()]))
-    return [float(Exact.join(numbers)) for _ in sums]
