@@ -76,6 +76,7 @@ TESTS = {
     "test_what_can_not_be_kept_is_named_once",
     "test_a_measure_of_untrained_weights_is_refused_unless_it_is_meant",
     "test_mode_verify_takes_no_checkpoint",
+    "test_the_banner_does_not_tell_of_rounding",
     "test_a_loss_that_is_no_mean_over_rows_is_noticed",
     "test_another_number_that_is_no_mean_is_a_warning_and_refused_if_wished",
     "test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_replica",
@@ -232,6 +233,7 @@ TESTS = {
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
     "with_the_core",
+    "verified_bits",
     "accelerator",
     "compiled",
     "configs",
