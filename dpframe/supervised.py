@@ -63,8 +63,9 @@ class Supervised(Task):
         self._name = _name(self.loss)
         self._is_of_torch = _origin(self.loss).__module__.startswith("torch.nn.")
         self._ignored = _option(self.loss, "ignore_index", IGNORED)
-        is_weighed = _option(self.loss, "weight", None) is not None
-        self._is_counted = self._name in COUNTED and (is_weighed or self._ignored != IGNORED)
+        self._weights = _option(self.loss, "weight", None)
+        is_other = self._weights is not None or self._ignored != IGNORED
+        self._is_counted = self._name in COUNTED and is_other
         if self._is_counted and self.metrics.functions:
             raise UserError(
                 f"task.metrics.{min(self.metrics.functions)} is a mean over rows, and the loss one "
@@ -109,7 +110,7 @@ class Supervised(Task):
         if self._is_of_torch and isinstance(prediction, Tensor) and isinstance(target, Tensor):
             if self._name in WANTS_FLOATS and not target.is_floating_point():
                 given = target.to(prediction.dtype)
-            elif target.is_floating_point() and prediction.shape != target.shape:
+            if given.is_floating_point() and prediction.shape != target.shape:
                 raise UserError(
                     f"Supervised: the net gives {list(prediction.shape)} and the target is "
                     f"{list(target.shape)}, which the loss would combine each with each; make "
@@ -124,10 +125,10 @@ class Supervised(Task):
     def _count(self, target: Tensor) -> Tensor:
         """What the loss is a mean over: the targets that it does not ignore, by their weights."""
         is_seen = target != self._ignored
-        weight = _option(self.loss, "weight", None)
-        if weight is None:
+        if self._weights is None:
             return is_seen.sum()
-        return weight.to(target.device)[target.masked_fill(~is_seen, 0)][is_seen].sum()
+        weights = getattr(self.loss, "weight", self._weights)  # a module's are on the task's device
+        return (weights[target.masked_fill(~is_seen, 0)] * is_seen).sum()
 
     def _unfit(self, batch: Any) -> UserError:
         what = f"a {type(batch).__name__}"

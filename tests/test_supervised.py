@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpframe import Callback, Strategy, Supervised, Trainer, UserError, seeding
+from dpframe import Callback, Strategy, Trainer, UserError, seeding
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
+from dpframe.supervised import Supervised
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification  # noqa: E402
@@ -202,6 +203,9 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "Supervised: a batch is a dict of y, not one with 'x' and 'z'; set task.input and "
         "task.target"),
     (lambda: Supervised(nn.Linear(3, 1).double(), "mse_loss").training_step((X, AMOUNT[:, 0])),
+        "Supervised: the net gives [40, 1] and the target is [40], which the loss would combine "
+        "each with each; make them alike, e.g. by targets of [rows, 1]"),
+    (lambda: Supervised(nn.Linear(3, 1).double(), nn.BCEWithLogitsLoss()).training_step((X, CLASS)),
         "Supervised: the net gives [40, 1] and the target is [40], which the loss would combine "
         "each with each; make them alike, e.g. by targets of [rows, 1]"),
 ]  # fmt: skip

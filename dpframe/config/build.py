@@ -77,11 +77,13 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
 
 def _split_options(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits a node into what its constructor takes and the keys of `OF_ALL`, set as attributes."""
-    if where == "task" and node.get("metrics") is None:  # as it is where a recipe says nothing
-        node = {key: value for key, value in node.items() if key != "metrics"}
     if not OF_ALL.get(where, {}).keys() & node.keys():
         return dict(node), {}
     taken = inspect.signature(find(node["_target_"], f"{where}._target_")).parameters
+    own = taken.get("metrics")
+    is_needed = own is not None and own.default is own.empty
+    if where == "task" and node.get("metrics") is None and not is_needed:  # its own default counts
+        node = {key: value for key, value in node.items() if key != "metrics"}
     passes_on = where == "data" and any(p.kind is p.VAR_KEYWORD for p in taken.values())
     options = {
         k: v for k, v in node.items() if k in OF_ALL[where] and k not in taken and not passes_on
