@@ -1,22 +1,43 @@
-"""Rows that cost no memory until they are read, and a task that measures as many names as asked."""
+"""Rows that cost no memory until they are read, a part of them, several sets to validate on, and a
+task that measures as many names as asked."""
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpframe
 
 
 class Rows(dpframe.DataModule):
-    def __init__(self, batch_size: int = 128, rows: int = 1000, columns: int = 13) -> None:
+    def __init__(
+        self,
+        batch_size: int = 128,
+        rows: int = 1000,
+        columns: int = 13,
+        sets: int = 0,
+        is_written: bool = True,
+        is_subset: bool = False,
+    ) -> None:
         super().__init__(batch_size)
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns, self.sets = rows, columns, sets
+        self.is_written, self.is_subset = is_written, is_subset
 
-    def train_dataset(self) -> TensorDataset:
-        # Zeros of this size are pages that the system has not given out yet.
-        return TensorDataset(torch.zeros(self.rows, self.columns), torch.zeros(self.rows, 1))
+    def train_dataset(self) -> Dataset:
+        def column(width: int) -> Tensor:
+            if self.is_written:
+                return torch.zeros(self.rows, width)
+            return torch.zeros(1, width).expand(self.rows, width)  # one row is all of them
+
+        rows = TensorDataset(column(self.columns), column(1))
+        return Subset(rows, range(self.rows)) if self.is_subset else rows
+
+    def val_dataset(self) -> dict[str, Dataset] | None:
+        if not self.sets:
+            return None
+        x = torch.zeros(128, self.columns)
+        return {f"set{index}": TensorDataset(x, x[:, :1]) for index in range(self.sets)}
 
 
 class Measures(dpframe.Task):
@@ -29,3 +50,5 @@ class Measures(dpframe.Task):
         loss = (self.net(batch[0]) - batch[1]).square().mean()
         value = loss.detach()
         return {"loss": loss, **dict.fromkeys(self.names, value)}
+
+    validation_step = training_step

@@ -1,4 +1,4 @@
-"""A training script in Lightning: with its defaults and TensorBoard, or --bare."""
+"""A training script in Lightning: with its defaults and TensorBoard, or --bare; and --tuned."""
 
 import logging
 from typing import Any
@@ -10,7 +10,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from marks import Marks
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 BARE: dict[str, Any] = {
     "logger": False,
@@ -21,10 +28,11 @@ BARE: dict[str, Any] = {
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, problem: problems.Problem) -> None:
+    def __init__(self, problem: problems.Problem, *, is_fused: bool) -> None:
         super().__init__()
         self.problem = problem
         self.net = problem.network()
+        self.options = {"fused": True} if is_fused else {}
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.problem.loss(self.net(batch[0]), batch[1])
@@ -36,7 +44,26 @@ class Module(lightning.LightningModule):
         self.log("val/loss", loss, prog_bar=True, batch_size=len(batch[0]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.problem.optimizer(self.parameters())
+        return self.problem.optimizer(self.parameters(), **self.options)
+
+
+class Batches(Dataset):
+    """Rows of a batch at once, by index_select."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self.columns = rows.tensors
+
+    def __getitem__(self, rows: list[int]) -> list[Tensor]:
+        index = torch.tensor(rows)
+        return [column.index_select(0, index) for column in self.columns]
+
+
+def loader(rows: TensorDataset, size: int, *, shuffle: bool, is_tuned: bool) -> DataLoader:
+    if not is_tuned:
+        return DataLoader(rows, size, shuffle=shuffle)
+    order = RandomSampler(rows) if shuffle else SequentialSampler(rows)
+    batches = BatchSampler(order, size, drop_last=False)
+    return DataLoader(Batches(rows), batch_size=None, sampler=batches)
 
 
 class Notes(Callback):
@@ -59,14 +86,18 @@ def main() -> None:
     parser = problems.parser(__doc__)
     parser.add_argument("--bare", action="store_true", help="no logger, bar, checkpoint")
     parser.add_argument("--validates", action="store_true", help="each epoch, even if --bare")
+    parser.add_argument("--tuned", action="store_true", help="tensor batches, fused, one thread")
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
+    if options.tuned:
+        torch.set_num_threads(1)
     lightning.seed_everything(0, verbose=False)
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     problem = problems.problem(options.images)
     size = problem.batch_size // options.ranks
-    loader = DataLoader(problem.train, size, shuffle=True)
+    train = loader(problem.train, size, shuffle=True, is_tuned=options.tuned)
+    held_out = loader(problem.held_out, size, shuffle=False, is_tuned=options.tuned)
     validates = options.validates or not options.bare
     notes = Notes()
     trainer = lightning.Trainer(
@@ -77,7 +108,8 @@ def main() -> None:
         callbacks=[notes],
         **(BARE if options.bare else {"logger": TensorBoardLogger("."), "log_every_n_steps": 50}),
     )
-    trainer.fit(Module(problem), loader, DataLoader(problem.held_out, size) if validates else None)
+    module = Module(problem, is_fused=options.tuned)
+    trainer.fit(module, train, held_out if validates else None)
     loss = trainer.callback_metrics["train/loss"].item()
     notes.marks.tell(loss=loss, steps_per_epoch=trainer.num_training_batches)
 

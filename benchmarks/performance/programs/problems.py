@@ -3,7 +3,7 @@
 import struct
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Problem(NamedTuple):
     held_out: TensorDataset
     network: Callable[[], nn.Sequential]
     loss: Loss
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer]  # of weights
     batch_size: int
 
 

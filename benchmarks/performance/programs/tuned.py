@@ -1,16 +1,26 @@
 """Boston with every trick that this project knows, written out, and the default config's features.
 
-Per step: rows by index_select, a fused Adam, losses summed as tensors, a look for NaN. Per epoch:
+At the start: no garbage collector, and no import of torch._dynamo or of TensorBoard's writer. Per
+step: rows by index_select, a fused Adam, losses summed as tensors, a look for NaN. Per epoch:
 validation, one TensorBoard event, a CSV row, a line on screen, and a checkpoint of weights,
 optimizer and random state where it is the best or half a second is over, written at most twice a
 second, synced and renamed on a thread.
 """
 
+# ruff: noqa: E402
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # before the imports, which make a million objects and no garbage
+
+import inspect
 import io
 import math
 import os
+import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -21,14 +31,15 @@ import torch
 from marks import Marks
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 SECONDS_BETWEEN = 0.5  # two checkpoints; the newest state waits
 
 
 def main() -> None:
     options = problems.parser(__doc__).parse_args()
+    gc.freeze()
     marks = Marks()
     *_, loss = epochs(options.epochs, marks, Path.cwd())
     marks.tell(loss=loss, steps_per_epoch=4)
@@ -40,20 +51,22 @@ def epochs(count: int, marks: Marks, folder: Path, *, is_bare: bool = False) -> 
     torch.manual_seed(0)
     problem = problems.problem()
     net = problem.network()
+    without_dynamo()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
-    events = EventFileWriter(str(folder / "tuned"))
+    update = step_of(optimizer)
+    events = Events(folder / "tuned")
     saver = Saver(folder)
     step, best = 0, math.inf
     with (folder / "tuned.csv").open("w") as table:
         for epoch in range(count):
             marks.begin()
-            means = train(net, optimizer, *problem.train.tensors, problem.batch_size)
+            means = train(net, update, *problem.train.tensors, problem.batch_size)
             marks.train()
             step += 4
             scalars = {f"train/{name}": value for name, value in means.items()}
             scalars |= validate(net, *problem.held_out.tensors)
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-            events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            events.add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             table.write(f"{step},{','.join(map(repr, scalars.values()))}\n")
             table.flush()
             if not is_bare:
@@ -75,8 +88,57 @@ def epochs(count: int, marks: Marks, folder: Path, *, is_bare: bool = False) -> 
     events.close()
 
 
+def without_dynamo() -> None:
+    """Sets what torch would set on these methods after it had imported dynamo."""
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        function = inspect.unwrap(getattr(Optimizer, name))
+        function.__dynamo_disable = function
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], object]:
+    """Less the wrapper that imports dynamo."""
+    return torch.no_grad()(inspect.unwrap(type(optimizer).step)).__get__(optimizer)
+
+
+class Events:
+    """An event file, by TensorBoard's protobuf classes alone."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self.file = (folder / name).open("wb")
+        self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, event: Event) -> None:
+        record = event.SerializeToString()
+        length = struct.pack("<Q", len(record))
+        self.file.write(length + masked(length) + record + masked(record))
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def masked(data: bytes) -> bytes:
+    """The CRC-32C of a record, as TensorFlow writes it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def entry(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+TABLE = [entry(byte) for byte in range(256)]
+
+
 def train(
-    net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch_size: int
+    net: nn.Module, update: Callable[[], object], x: Tensor, y: Tensor, batch_size: int
 ) -> dict[str, float]:
     parameters = list(net.parameters())
     net.train()
@@ -89,7 +151,7 @@ def train(
         if not math.isfinite(loss.item()):
             raise RuntimeError(f"the loss is {loss.item()}")
         loss.backward()
-        optimizer.step()
+        update()
         for parameter in parameters:
             parameter.grad = None
         losses.append(loss.detach())
