@@ -493,7 +493,6 @@ FOLLOWED = [  # a mistake, and what its line says to type, as often as it says s
         [STEPLR, LATER, "+task.scheduler.step_size=3"],
     ],
     [["callbacks.early_stopping.patience=3"], ["callbacks=early_stopping"]],
-    [["logger=csv", "logger.mlflow.name=x"], ["logger=mlflow", "logger.mlflow.name=x"]],
     [["trainer.gpus=0"], ["strategy=cpu"]],
     [["strategy=cpu", "trainer.gpus=2"], ["strategy=data_parallel", "trainer.gpus=2"]],
     [["vars.x=1"], ["+vars.x=1"]],
