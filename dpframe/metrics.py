@@ -149,8 +149,11 @@ class Means:
     def _everywhere(
         self, several: list["Means"], local: list[Totals], *, is_whole: bool = False
     ) -> list[Totals]:
-        """Over all processes, by one all-reduce. All of them make it or none, whatever they have
-        measured themselves. `is_whole`: a name that only some of them measure is refused."""
+        """Over all processes, which all call it, as `add` is called alike: by one all-reduce, and
+        one more if there are new names. `is_whole`: a name that only some measure is refused.
+
+        A vector has, for each Means, how many of its names are not agreed on; then the numbers of
+        those that are, in the order of `_names`. If any process has new names, all agree again."""
         if self._reduce is None or not several:
             return [{n: (float(a), float(b)) for n, (a, b) in sorted(s.items())} for s in local]
         both = list(zip(several, local, strict=True))
@@ -159,7 +162,6 @@ class Means:
             for one, sums in both:
                 vector += one._vector(sums, is_whole)
             reduced = iter(self._reduce(torch.tensor(vector, dtype=torch.float64)).tolist())
-            # If any process has new names, all of them agree again, so that the vectors line up.
             new = [next(reduced) for _ in both]
             if not any(new):
                 return [one._sums_in(reduced, is_whole) for one in several]

@@ -25,7 +25,7 @@ class NamedMetrics(nn.Module):
 
     def __init__(self, metrics: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.updated: list[str] = []
+        self.updated: list[str] = []  # the names of those of torchmetrics
         self.functions: dict[str, Callable[..., Any]] = {}
         for name, metric in (metrics or {}).items():
             if metric is None:  # switched off

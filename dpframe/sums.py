@@ -33,10 +33,11 @@ class MetricStates:
 
 
 class Sums:
-    """Of host numbers, in their order."""
+    """Of host numbers, in their order: `join` of what processes have spread and added is the sum,
+    and `read(saved(x))` is x."""
 
     zero: Any = 0.0
-    is_exact = False  # they don't depend on who adds which numbers, all of which are the host's
+    is_exact = False  # whether order and grouping don't matter; all numbers are on the host
 
     def spread(self, *numbers: Any) -> list[float]:
         """Sums as floats, which the processes add up one by one."""

@@ -37,9 +37,10 @@ class Supervised(Task):
 
     `loss` is a module of torch.nn, a function, or a name in torch.nn.functional, e.g.
     "cross_entropy": a mean over rows. Without an `optimizer` it is torch's Adam. `metrics` are
-    measured in validation and test, by name: objects of torchmetrics, or functions of (prediction,
-    target) that give a value for each row. `input` and `target` are the keys of batches that are
-    dicts, e.g. "image" and "label", or the places in longer ones.
+    measured in validation and test, by name: objects of torchmetrics, which get probabilities where
+    the loss takes logits, or functions of (prediction, target) that give a value for each row.
+    `input` and `target` are the keys of batches that are dicts, e.g. "image" and "label", or the
+    places in longer ones.
     """
 
     def __init__(

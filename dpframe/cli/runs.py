@@ -167,10 +167,10 @@ def _read(directory: Path) -> Run | None:
 
 
 def _status(directory: Path, summary: dict[str, Any], origin: dict[str, Any]) -> str:
-    """A summary may be of an earlier start."""
+    """A summary counts if it is of the start that origin.json is of, not of an earlier one."""
     of_summary = summary.get("origin")
-    ended = of_summary.get("began") if isinstance(of_summary, dict) else None
-    if summary and ended == origin.get("began"):
+    began = of_summary.get("began") if isinstance(of_summary, dict) else None
+    if summary and began == origin.get("began"):
         return str(summary.get("status"))
     return "running" if files.is_claimed(directory) else "killed"
 

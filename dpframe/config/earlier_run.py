@@ -1,7 +1,7 @@
 """What a run takes over from an earlier one: its checkpoint, and overrides below the typed ones.
 
-A run directory is data, maybe a stranger's: what names something to call is typed again. All is
-found before torch is imported, once for all ranks.
+A run directory is data, maybe a stranger's: what names something to call is typed again. Import
+nothing here that imports torch: all is found before, once for all ranks.
 """
 
 import copy
@@ -184,9 +184,10 @@ def must_be_typed(override: str) -> bool:
 def refuse_brought(
     config: DictConfig, filled: Any, texts: Any, keys: Iterable[str], what: str
 ) -> None:
-    """Refuses a `_target_` that is there by a file's reference to what a directory's overrides set.
+    """Refuses a `_target_` that a `${…}` in our own files takes from a directory's overrides: with
+    their `keys` set to `???` it no longer resolves to the same.
 
-    `filled` is the config with each `${…}` filled in, `texts` without; `keys` are of the overrides.
+    `filled` is the config with each `${…}` filled in, `texts` without.
     """
     there, written = calls_in(filled), calls_in(texts)
     by_reference = [key for key in there if there[key] != written.get(key)]

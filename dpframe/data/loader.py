@@ -43,8 +43,8 @@ class Loader:
         division: Division | ByRank | None = None,
         look: Callable[[Any], None] | None = None,
     ) -> None:
-        """A collate gets `piece` rows at most. `look` is called with the first batch of ready ones,
-        or None, in all processes."""
+        """A collate gets `piece` rows at most. `look` is for ready batches: it is called once, with
+        the first one or None, in all processes together. Tensors may move to the GPU here."""
         dataset = source.dataset if division is None else division.part(source.dataset, here.rank)
         self.rows = rows = Rows(dataset, source.collate, piece)
         self.order = order_of(
@@ -67,7 +67,7 @@ class Loader:
         self._shares = here.shares
         self._pins = source.pin_memory and here.pins
         self._processes: Processes | None = None
-        # One of three ways to a batch: of tensors at once, of a stream, or row by row.
+        # One of three ways to a batch: of tensors at once, of a stream, or neither: row by row.
         self._read: Callable[..., Any] | None = None
         self._stream: Streamed | None = None
         if rows.are_tensors:

@@ -1,7 +1,8 @@
 """What a run was: the commit of its code and what was changed since, versions, GPU and command.
 
-It is in `.hydra/origin.json` and, without the text of the changes, in summary.json. Nothing here
-waits for git, which may be missing, or slow in a large repository.
+It is in `.hydra/origin.json` and, without the text of the changes, in summary.json. A new key is
+compared with the earlier run's unless it is of one start. Git may be missing, or slow in a large
+repository: nothing waits for it but a run with an earlier one, for PATIENCE.
 """
 
 import json

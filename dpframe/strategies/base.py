@@ -27,24 +27,23 @@ class Strategy:
     """Owns device placement, sampler set-up, gradient sync, and who logs. Values in, values out.
 
     A replica is one copy of the model with a share of every global batch. A process has one or
-    more of them; the main process, rank 0, alone prints, logs and writes. `setup` sets `device`
-    and, where they are not 0, 1 and 1, `rank`, `world_size` (processes) and `replicas` (over all
-    of them).
+    more of them; the main process, rank 0, alone prints, logs and writes. What comes between
+    `begin_step` and `sync_weights` is called by all processes together.
     """
 
     # What `setup` finds out.
     rank = 0
     world_size = 1  # processes
     replicas = 1  # over all processes
-    gradient_divisor = 1  # gradients come out of backward divided by this many replicas
+    gradient_divisor = 1  # backward has divided gradients by this already
     nodes = 1  # machines
     replicates_task = False  # steps run on copies of the task: attributes they set are lost
     # What a class is.
     uses_gpus = True  # where there are any
     launches_ranks = False  # in processes of their own, which `trainer.max_restarts` may restart
-    wants_all_gradients = False  # each replica gives one of each weight, of 0 if it has no rows
+    wants_all_gradients = False  # a replica without rows has to give zeros for every weight
     spans_machines = False  # the ranks that it launches may be on other machines than this one
-    takes_logical_shares = False  # a plugin may split batches and add up gradients in its place
+    takes_logical_shares = False  # allows a plugin to split batches and add up gradients for it
     has_fixed_shares = False  # of a batch, whoever computes them: no number depends on replicas
     has_alike_weights = False  # after each update all ranks' have the same bits: they are compared
     sharding: Weights = WHOLE  # how each process keeps the weights
@@ -150,7 +149,8 @@ class Strategy:
         return choose(self.gpus, accelerator, default=default)
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        """`module(share, ...)` becomes one that computes all of this process's shares."""
+        """`module(share, ...)` becomes one that computes all of this process's shares; what several
+        of them return goes through `module.combine(results)`."""
         return module
 
     def split_rows(self, rows: Sequence) -> list[Sequence]:

@@ -63,7 +63,7 @@ class Trainer(CallbackView):
 
     # What hooks read and call, and `_record`, which tells the loggers, is in CallbackView.
 
-    ranks: Ranks | None = None  # None: this process computes
+    ranks: Ranks | None = None  # None: there are none to launch
     _is_prepared = False
     _has_loaded = False  # a checkpoint, or a part of one
 
@@ -86,10 +86,12 @@ class Trainer(CallbackView):
         show_progress: bool | None = None,
         **more: Unpack[SettingsByName],
     ) -> None:
-        """`data` is a DataModule, or the data set or DataLoader to train on; several are a dict.
-        `strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
-        settings by their names. `interruption` is by signals; without one the program handles them
-        itself. `show_progress`: None shows it on a terminal and in a notebook, False nowhere."""
+        """Joins the job, moves `task` to its device and prepares the data, unless the strategy
+        launches ranks: they do so when a mode is called. `data` is a DataModule, or the data set or
+        DataLoader to train on; several are a dict. `strategy` may be a name, e.g. "ddp", which
+        takes `gpus` and `accelerator`; `more` are settings by name. `interruption` is by signals;
+        without one the program handles them itself. `show_progress`: None shows it on a terminal
+        and in a notebook, False nowhere."""
         callbacks, loggers = arguments.lists_of(callbacks, loggers)
         given = arguments.Sets(data, val, test, predict, batch_size)
         data = arguments.check(task, given, strategy, settings, callbacks, run, seed)
@@ -157,7 +159,7 @@ class Trainer(CallbackView):
     def close(self) -> None:
         self.__exit__(None, None, None)
 
-    # ---- the four modes
+    # ---- the modes
 
     def prepare(self, resume: Start = None, *, resume_anyway: bool = False) -> Training:
         """Makes and checks all that `fit` needs. It writes nothing, and needs no run directory.
@@ -290,7 +292,7 @@ class Trainer(CallbackView):
         if not self.task.training:
             self.task.train()
         hooks.call("on_epoch_start", self)
-        if is_new and self.strategy.draws_as:
+        if is_new and self.strategy.draws_as != 0:
             self._seed(progress.epoch, self.strategy.draws_as)
         if training.later is not None:  # these hooks may have changed layers and their modes
             look_again(training.later, training, self.placed, progress.epoch)

@@ -94,7 +94,12 @@ class Given(NamedTuple):
 
 
 def make_training(given: Given) -> Training:
-    """Makes the parts in the order in which they need each other, and refuses what can't be had."""
+    """Makes the parts, and refuses what can't be had.
+
+    The order is the contract: lengths, optimizers, the share check (of the plain task, whose layers
+    it may convert), activation checkpointing, wrapping and compiling, metrics, state. A line that
+    returns nothing changes the task.
+    """
     placed, settings, feed, watchers, progress, run, resumed = given
     task, strategy = placed.task, placed.strategy
     profile = Profile() if settings.profile else None

@@ -92,7 +92,8 @@ class TaskMetrics:
 
     @torch.no_grad()
     def results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
-        """By name, e.g. `val/f1`, the numbers of all that were updated; the same in all processes.
+        """By name, e.g. `val/f1`, the numbers of all that were updated. All processes call it, and
+        get the same.
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """

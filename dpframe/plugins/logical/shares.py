@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ class Shares(nn.Module):
         """`strategy` is a Logical, whose shares these are."""
         super().__init__()
         self.module = module
-        self.batches = 0  # of the step, or of the pass
         self._strategy = strategy
         kind = "/".join((type(module).__name__, *getattr(module, "turn", ()), _step_of(module)))
         self._kind = zlib.crc32(kind.encode())
@@ -36,19 +35,23 @@ class Shares(nn.Module):
         self._draw(number)
         result = self.module(share, *args)
         if (metrics := self._strategy.sums.metrics) is not None:
-            metrics.end_share([self._step, self.batches, number])
+            metrics.end_share([self._step, self._batch, number])
         return result
 
     def _end(self) -> None:
-        """A process draws by the share after the last one, when it has computed its own."""
+        """Afterwards all processes draw alike, by a number that no share has."""
         self._draw(self._strategy.count)
-        self.batches += 1
 
     def _draw(self, share: int) -> None:
         strategy = self._strategy
         strategy.share_at = share
-        seed = seeding.mix(strategy.seed, self._step, self._kind, self.batches, share)
+        seed = seeding.mix(strategy.seed, self._step, self._kind, self._batch, share)
         seeding.reseed(seed, [strategy.device])
+
+    @property
+    def _batch(self) -> int:
+        """Its number in the pass that is evaluated, or in the step."""
+        return self.module.task.run_context.batch_index
 
     @property
     def _step(self) -> int:
@@ -58,11 +61,6 @@ class Shares(nn.Module):
 
 class EvalShares(Shares):
     """Of a batch that is evaluated."""
-
-    def train(self, mode: bool = True) -> Self:
-        """Each pass begins with `eval()`."""
-        self.batches = 0
-        return super().train(mode)
 
     def forward(self, shares: list[Share]) -> Any:
         numbered = enumerate(shares, self._strategy.first)
@@ -75,6 +73,16 @@ class TrainShares(Shares):
     """The backward of each share follows its forward, so that the activations of one are kept. The
     backward of the loss that comes out adds up what all processes have, and puts it into the
     weights."""
+
+    batches = 0  # of the step, so far
+
+    @property
+    def _batch(self) -> int:
+        return self.batches
+
+    def _end(self) -> None:
+        super()._end()
+        self.batches += 1
 
     def forward(self, shares: list[Share], of: float) -> tuple[Tensor, list[Any]]:
         gradients, measured = Gradients(self.module), list[Any]()

@@ -15,7 +15,8 @@ from dpframe.strategies.devices import model
 
 
 class Logical(Strategy):
-    """Is put around another strategy."""
+    """Is put around another strategy, and no proxy of it: gradients are shared here, so what is not
+    forwarded is as in a single process."""
 
     has_fixed_shares = True
 

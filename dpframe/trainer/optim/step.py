@@ -322,11 +322,12 @@ class OptimizerStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the optimizer of this name was in a checkpoint, with the options of here.
+        """Goes on where the optimizer of this name was, with the options that it has now.
 
-        A schedule goes on with the rates that it had there. If an option that decides them is
-        another one here, it is stepped again from its start, to where it was. Of an optimizer of
-        another class nothing but that place is taken over.
+        `state` is a whole checkpoint. A schedule goes on with the rates that it had there. If an
+        option that decides them has changed, it is stepped again from its start, to where it was.
+        Of an optimizer of another class nothing but that place is taken over. The order matters:
+        the schedule steps first, as loading the optimizer overwrites the rates that it sets.
         """
         here, before = self.options, self._own(state["options"])
         saved, of_scheduler = self._own(state["optimizer"]), self._own(state["scheduler"])

@@ -1,5 +1,6 @@
 """Logical shares beside what the core tests know of: rows, layers, metrics, sets, checks."""
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,13 @@ import test_task_metrics
 import test_together
 import torch
 from forked import on
-from small import fitted
+from small import Given, Hooks, Rows, Small, fitted
 from test_callbacks import banner_of
 from test_rows import Noisy, weights
 from test_share_check import Squeezed, warned
+from torch.utils.data import Subset
 
+from dpframe import Trainer
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -59,3 +62,24 @@ def test_the_banner_does_not_tell_of_rounding():
 def test_no_step_is_tried_for_what_shares_may_change(caplog):
     fitted(Squeezed(), max_steps=1, logical_replicas=2)
     assert warned(caplog) == []
+
+
+class DrawsInValidation(Small):
+    def validation_step(self, batch):
+        return {**super().training_step(batch), "noise": torch.rand(())}
+
+
+def test_each_of_several_sets_draws_the_same_where_a_run_is_resumed():
+    """By its own batches: those of the sets and passes before it are no part of what it draws."""
+    rows, state = Rows().train_dataset(), {}
+    sets = {"one": rows, "two": Subset(rows, range(10))}
+
+    def measured(**given: Any) -> dict[str, float]:
+        run = fitted(DrawsInValidation(), Given(rows, sets), logical_replicas=2, **given)
+        return {name: run.metrics[f"val/{name}/noise"] for name in sets}
+
+    def save(trainer: Trainer) -> None:
+        state.update(state or deepcopy(trainer.state_dict()))
+
+    wanted = measured(callbacks=[Hooks(on_epoch_end=save)])
+    assert measured(resume=state) == wanted
