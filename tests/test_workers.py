@@ -37,7 +37,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.banner import banner
 from dpframe.data import watched, workers
-from dpframe.data.watched import Watched
+from dpframe.data.worker_watch import Watched
 from dpframe.data.workers import chosen
 from dpframe.errors import Failure
 from dpframe.launch import watchdog

@@ -18,7 +18,7 @@ from dpframe.data.reading import Rows, Table, table_of
 from dpframe.data.source import Here, Source
 from dpframe.data.stream import Division, Place
 from dpframe.data.streamed import Streamed, reader_of
-from dpframe.data.workers import Processes, Workers
+from dpframe.data.workers import DataWorkers, WorkerCount
 
 Plan = Iterator[tuple[int, list[tuple[Tensor, int]], list[Sequence[int]], int]]
 """Of each batch its number in the epoch, the row numbers of each local share and how many they are,
@@ -62,11 +62,11 @@ class Loader:
         self.division = division
         self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
         self.how = rows.described()
-        self.workers = Workers()
+        self.workers = WorkerCount()
         self._rank = here.rank
         self._shares = here.shares
         self._pins = source.pin_memory and here.pins
-        self._processes: Processes | None = None
+        self._processes: DataWorkers | None = None
         # One of three ways to a batch: of tensors at once, of a stream, or neither: row by row.
         self._read: Callable[..., Any] | None = None
         self._stream: Streamed | None = None
@@ -187,18 +187,18 @@ def _reads(table: Table, *, is_pinned: bool) -> Callable[..., Any]:
     return lambda rows, *_: [take(tensor, 0, known[rows]) for tensor in tensors]
 
 
-def _workers(rows: Rows, source: Source, division: Division | ByRank | None) -> Workers:
+def _workers(rows: Rows, source: Source, division: Division | ByRank | None) -> WorkerCount:
     workers = source.workers
-    if not isinstance(workers, Workers):
-        workers = Workers(int(workers))
+    if not isinstance(workers, WorkerCount):
+        workers = WorkerCount(int(workers))
     if division is not None:
         return workers._replace(processes=min(workers.processes, division.workers))
     if rows.is_stream and workers.processes > 1:
-        return Workers(1, "each would read the whole stream")
+        return WorkerCount(1, "each would read the whole stream")
     return workers
 
 
-def _described(rows: Rows, division: Division | ByRank | None, workers: Workers) -> str:
+def _described(rows: Rows, division: Division | ByRank | None, workers: WorkerCount) -> str:
     """For the banner."""
     if isinstance(rows.dataset, Batches):
         by = f", by each of {division.ranks} ranks its own" if division else ""
@@ -208,10 +208,10 @@ def _described(rows: Rows, division: Division | ByRank | None, workers: Workers)
 
 
 def _processes(
-    answer: Callable[..., Any], rows: Rows, source: Source, workers: Workers, pin_memory: bool
-) -> Processes:
+    answer: Callable[..., Any], rows: Rows, source: Source, workers: WorkerCount, pin_memory: bool
+) -> DataWorkers:
     starts_afresh = {"persistent_workers": False} if rows.is_stream else {}
-    return Processes(
+    return DataWorkers(
         answer,
         workers.processes,
         rows=rows,

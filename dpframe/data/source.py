@@ -17,7 +17,7 @@ from dpframe.data.batches import Batches
 from dpframe.data.module import DataModule, Shares
 from dpframe.data.reading import Table
 from dpframe.data.settings import BY_RANK, DataSettings
-from dpframe.data.workers import Workers
+from dpframe.data.workers import WorkerCount
 from dpframe.errors import UserError
 
 # Methods of a DataLoader by which it does not read.
@@ -47,7 +47,7 @@ class Source:
     batch_size: int  # global: rows over all replicas; 0: unknown, of ready batches
     shuffle: bool
     sampler: Any  # an Iterable, or of several sets their Parts
-    workers: int | str | Workers
+    workers: int | str | WorkerCount
     collate: Callable[[list], Any]
     drop_last: bool = False
     label: str = "train_sampler returned"  # begins the errors about the sampler

@@ -10,7 +10,7 @@ from dpframe.data.module import Batch, Share, pinned, places_of
 from dpframe.data.reading import Rows
 from dpframe.data.source import Here, Source
 from dpframe.data.stream import Division, Place, Reader, check
-from dpframe.data.workers import Processes
+from dpframe.data.workers import DataWorkers
 from dpframe.errors import UserError
 
 KEPT = 4  # places in a stream: a batch is on its way to the GPU while others are used
@@ -41,7 +41,7 @@ class Streamed:
         source: Source,
         here: Here,
         division: Division | ByRank | None,
-        processes: Processes | None,
+        processes: DataWorkers | None,
         *,
         seed: int,
         look: Callable[[Any], None] | None,
@@ -135,7 +135,7 @@ class Streamed:
             return answers
         return (([(pinned(share), n) for share, n in a], rows) for a, rows in answers)
 
-    def _by_workers(self, processes: Processes, place: Place, seed: int) -> Iterator[Any]:
+    def _by_workers(self, processes: DataWorkers, place: Place, seed: int) -> Iterator[Any]:
         """Their batches in turn, until all have ended; `place` moves with them."""
         workers, turn = place["workers"], place["turn"]
         requests = chain(repeat((False,), turn), repeat((True,)))

@@ -17,7 +17,7 @@ from dpframe import seeding
 from dpframe.data.answers import Answers
 from dpframe.data.contents import Contents, changed
 from dpframe.data.reading import Rows
-from dpframe.data.watched import NotBegun, Watched
+from dpframe.data.worker_watch import NotBegun, WorkerWatch
 from dpframe.devices.accelerator import cores
 from dpframe.errors import UserError
 from dpframe.launch import signals, watchdog
@@ -37,7 +37,7 @@ HAVE_IT_LATER = (
 log = logging.getLogger("dpframe")
 
 
-class Workers(NamedTuple):
+class WorkerCount(NamedTuple):
     """How many processes read, and why."""
 
     processes: int = 0
@@ -50,17 +50,17 @@ class Workers(NamedTuple):
         return f"{where}: {self.why}" if self.why else where
 
 
-def measured(rows: Rows, *, share: int, cores: int, seed: int) -> Workers:
+def measured(rows: Rows, *, share: int, cores: int, seed: int) -> WorkerCount:
     """`data.workers=auto`: reads two batches of `share` rows, and puts the random state back."""
     if rows.is_stream or rows.are_tensors:
-        return Workers()
+        return WorkerCount()
     with seeding.seeded(seed):
         return chosen(_seconds_of_a_batch(rows, share), cores)
 
 
-def chosen(seconds: float, cores: int) -> Workers:
+def chosen(seconds: float, cores: int) -> WorkerCount:
     count = min(cores, MAX_WORKERS) if seconds > SLOW_SECONDS else 0
-    return Workers(count if count > 1 else 0, f"a batch takes {1e3 * seconds:.2g} ms to read")
+    return WorkerCount(count if count > 1 else 0, f"a batch takes {1e3 * seconds:.2g} ms to read")
 
 
 def cores_per_rank(world_size: int) -> int:
@@ -83,13 +83,14 @@ def _seconds_of_a_batch(rows: Rows, share: int) -> float:
     return seconds
 
 
-class Processes:
-    """The workers of a DataLoader, which answer requests in their order: `read` is the door.
+class DataWorkers:
+    """The workers of a DataLoader, which answer requests in their order. Call `read`: the rest is
+    private to it.
 
-    A worker that dies or hangs is one line, of `Watched`; other errors pass. A thread waits for the
-    answers: the DataLoader's `timeout` counts seconds in which the whole job is stopped, and does
-    not cover the transfer of a tensor's memory, which waits for ever for a worker that is stopped
-    or keeps its GIL. The end of the workers ends that wait.
+    A worker that dies or hangs is one line, of `WorkerWatch`; other errors pass. A thread waits for
+    the answers: the DataLoader's `timeout` counts seconds in which the whole job is stopped, and
+    does not cover the transfer of a tensor's memory, which waits for ever for a worker that is
+    stopped or keeps its GIL. The end of the workers ends that wait.
 
     Forked workers that have not begun in time are killed and started again before they are asked
     for anything: a fork may inherit a lock that nobody will release, e.g. the interpreter's own.
@@ -111,7 +112,7 @@ class Processes:
         signals.share_sockets()
         self.count = count
         self._timeout_seconds = timeout_seconds
-        self._watched = Watched(count)
+        self._watched = WorkerWatch(count)
         self._requests = _Requests()
         self._generator = torch.Generator()
         self._loader: DataLoader | None = None  # its workers begin with the first epoch

@@ -24,7 +24,7 @@ from dpframe.data.prefetch import keep_on, prefetched
 from dpframe.data.source import Here, Source
 from dpframe.data.stream import Division
 from dpframe.data.together import Together, together
-from dpframe.data.workers import Workers, cores_per_rank, measured
+from dpframe.data.workers import WorkerCount, cores_per_rank, measured
 from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
@@ -308,8 +308,8 @@ def _loader(
     workers: Any = source.workers
     if isinstance(workers, str):
         workers = _measured_workers(source, strategy, seed)
-    if not isinstance(workers, Workers):
-        workers = Workers(workers)
+    if not isinstance(workers, WorkerCount):
+        workers = WorkerCount(workers)
     has_one_replica = strategy.replicas == strategy.world_size  # in this process
     division: Division | ByRank | None = None
     if source.is_by_rank:
@@ -406,11 +406,11 @@ def _refuse_idle_ranks(batch_size: int, strategy: Strategy) -> None:
         )
 
 
-def _measured_workers(source: Source, strategy: Strategy, seed: int) -> Workers:
+def _measured_workers(source: Source, strategy: Strategy, seed: int) -> WorkerCount:
     workers = None
     if strategy.is_main:
         rows = Rows(source.dataset, source.collate)
         largest = max(1, sum(map(len, strategy.split_rows(range(source.batch_size)))))
         cores = cores_per_rank(strategy.world_size)
         workers = tuple(measured(rows, share=largest, cores=cores, seed=seed))
-    return Workers(*strategy.collectives.broadcast(workers))
+    return WorkerCount(*strategy.collectives.broadcast(workers))

@@ -28,7 +28,7 @@ class NotBegun(Exception):
     """A worker is a process that does nothing yet."""
 
 
-class Watched:
+class WorkerWatch:
     """The workers that are started, in their order, and what they tell of themselves."""
 
     def __init__(self, count: int) -> None:
@@ -112,10 +112,6 @@ class Watched:
     @property
     def _processes(self) -> list[Any]:
         return [process for process in self._made if process.pid is not None]
-
-    def _forget(self) -> None:
-        self._made.clear()
-        self._has_begun.zero_()
 
     def _numbered(self) -> list[tuple[int, int, bool]]:
         """The number and pid of each worker, and whether it has begun."""
