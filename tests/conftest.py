@@ -96,6 +96,7 @@ def gpus_hidden() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`quick` is for those of quick.py, `long` for those of long.py; `whole` needs dpframe's
     plugins, too; `gpu` takes all CUDA devices there are, `gpu(2)` needs two; `one_gpu` is for those

@@ -254,9 +254,9 @@ def found() -> dict[str, list[str]]:
     return {**child([forks[0]]), **child([*others, *forks[1:]])}
 
 
-def child(codes: list[tuple[str, Any]], script: str = CHILD) -> dict[str, list[str]]:
+def child(codes: list[tuple[str, Any]], script: str = CHILD, *words: str) -> dict[str, list[str]]:
     done = subprocess.run(
-        [sys.executable, str(HERE / "fakecuda"), "2", "-c", script],
+        [sys.executable, str(HERE / "fakecuda"), "2", "-c", script, *words],
         input=json.dumps(codes),
         capture_output=True,
         text=True,

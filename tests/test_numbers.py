@@ -359,7 +359,9 @@ def test_weights_of_16_bits_are_updated_whatever_their_number(precision, optimiz
     """Torch's fused SGD for the CPU leaves out whole vectors of them."""
     ends = [
         fitted(
-            Small(partial(optimizer, fused=fused) if fused is False else optimizer, width=64),
+            make=partial(
+                Small, partial(optimizer, fused=fused) if fused is False else optimizer, width=64
+            ),
             precision=precision,
             max_steps=3,
         ).task.state_dict()

@@ -143,7 +143,7 @@ def test_typing_what_the_refusal_says_gives_the_runs_numbers(tested):
 def test_a_sweep_over_checkpoints_takes_the_config_of_each(tested):
     directory, done = tested
     assert done["swept"].code == 0, done["swept"].err
-    points = sorted(directory.glob("multirun/test/boston/*/[0-3]_*"))
+    points = sorted(directory.glob("multirun/validate/boston/*/[0-3]_*"))
     assert [config(point)["data"]["split_seed"] for point in points] == [3] * 4
     # Of one epoch, best and last are the same.
     assert len({summary(point)["metrics"]["val/loss"] for point in points}) == 1

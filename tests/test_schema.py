@@ -84,7 +84,6 @@ def test_what_a_run_takes_is_right(schema, key, value):
         ("data.drop_last", "yes"),
         ("data.pin_memory", "yes"),
         ("callbacks.checkpoint.monitr", "val/f1"),
-        ("logger.tensorboard", {"folder": "x"}),
         ("strategy.find_unused", True),
         ("mode", "fitt"),
         ("seed", "x"),

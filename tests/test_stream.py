@@ -15,7 +15,7 @@ import small
 import torch
 from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
-from small import Given, Hooks, strategy_of
+from small import Given, Hooks, loader_of, strategy_of
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -28,7 +28,7 @@ from dpframe import (
     UserError,
     seeding,
 )
-from dpframe.data import Loader, split
+from dpframe.data import split
 from dpframe.data.reading import Rows
 from dpframe.data.stream import Division, Reader
 from dpframe.strategies.ddp import DDP
@@ -390,7 +390,7 @@ def test_a_collate_of_a_stream_draws_the_same_in_a_worker_and_where_it_is_resume
         torch.rand(1)  # by others
         shares = partial(split, replicas=replicas)
         given = {"shares": shares, "collate": noisy, "workers": at.pop("workers", 0)}
-        loader = Loader(Numbers(), batch_size=8, seed=SEED, **given)
+        loader = loader_of(Numbers(), 8, seed=SEED, **given)
         return [[share.batch for share in batch.shares] for batch in loader.epoch(1, **at)]
 
     whole = read()
