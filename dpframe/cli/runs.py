@@ -122,7 +122,7 @@ def _below(places: Iterable[str]) -> list[Run]:
                 folders.clear()  # a run has none in it
                 run = _read(Path(folder))
                 found += [run] if run is not None else []
-    return sorted(found, key=lambda run: run.when)
+    return sorted(found, key=lambda run: (run.when, run.directory))
 
 
 def _named(word: str) -> Run:
