@@ -342,6 +342,11 @@ def test_programs_files_and_extras_that_are_shown_are_there(page):
     assert set(re.findall(r"dpframe\[(\w+)\]", text)) <= EXTRAS.keys()
 
 
+def test_the_readme_is_a_screen_and_some():
+    lines = text_of("README.md").splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 100
+
+
 def test_the_readme_shows_commands_and_a_mistake():
     """So that the test above can't pass over nothing."""
     assert len(commands_of("README.md")) >= 9
