@@ -36,8 +36,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.banner import banner
-from dpframe.data import watched, workers
-from dpframe.data.worker_watch import Watched
+from dpframe.data import worker_watch, workers
+from dpframe.data.worker_watch import WorkerWatch
 from dpframe.data.workers import chosen
 from dpframe.errors import Failure
 from dpframe.launch import watchdog
@@ -267,7 +267,7 @@ def test_a_worker_that_is_killed_before_all_have_begun_is_told(monkeypatch):
 
     leave, real = workers.signals.leave_to_parent, multiprocessing.connection.wait
     monkeypatch.setattr(workers.signals, "leave_to_parent", killed)
-    monkeypatch.setattr(watched, "connection", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(worker_watch, "connection", SimpleNamespace(wait=wait))
     assert re.match(r"data worker 0 \(pid \d+\) was killed by SIGKILL; ", failure(Rows()))
 
 
@@ -427,7 +427,7 @@ def test_workers_are_forks_on_python_3_14_too_unless_a_program_spawns(monkeypatc
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: chosen)
     methods = ["forkserver", "fork", "spawn"]
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: methods)
-    assert Watched(1).context().get_start_method() == method
+    assert WorkerWatch(1).context().get_start_method() == method
 
 
 class Unpicklable(Rows):
