@@ -96,7 +96,6 @@ def gpus_hidden() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`quick` is for those of quick.py, `long` for those of long.py; `whole` needs dpframe's
     plugins, too; `gpu` takes all CUDA devices there are, `gpu(2)` needs two; `one_gpu` is for those
@@ -109,8 +108,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
         if is_long(item.path.stem, item.name):
             item.add_marker(pytest.mark.long)
-        if shares(item.path):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     leave_out_long(config, items)
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not marked:
@@ -130,10 +127,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file that wait for what is made once, e.g. a group of ranks, run in one
+    process, which makes it, and not in each; the largest such files come first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if shares(config.rootpath / file) else nodeid
+
+    return Scheduling(config, log)
+
+
 @cache
 def shares(path: Path) -> bool:
-    """Whether tests of a file wait for what is made once, e.g. a group of ranks: they run in one
-    process, which makes it, and not in each."""
     return bool(re.search(r'^@once$|scope="module"', path.read_text(), re.M))
 
 
