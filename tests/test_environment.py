@@ -139,10 +139,15 @@ def meets_twice() -> None:
             print(strategy.collectives.sum_numbers([1.0]))
 
 
-def test_a_second_group_of_srun_may_have_another_timeout(tmp_path):
+def two_tasks(job: str) -> dict[str, str]:
+    """Of ``srun -n2`` on this machine; the job's number decides the port where they meet."""
     two = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    two |= {"MASTER_ADDR": "127.0.0.1"}
-    tasks = [TASK | two | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    return TASK | two | {"SLURM_JOB_ID": job, "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_a_second_group_of_srun_may_have_another_timeout(tmp_path):
+    two = two_tasks(job="8")
+    tasks = [two | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     with (
         forked.started([], tmp_path, program=meets_twice, **tasks[0]) as main,
         forked.started([], tmp_path, program=meets_twice, **tasks[1]) as other,
@@ -188,9 +193,8 @@ def test_on_a_signal_the_other_ranks_wait_for_the_main_one_to_save(tmp_path):
     """Slurm ends all tasks when the first one leaves."""
     write(tmp_path, SLOW)
     words = ["--config-dir", "mine", *RUN, "callbacks=slow", "strategy=ddp", "hydra.run.dir=run"]
-    two = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    two |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    tasks = [TASK | two | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    two = two_tasks(job="9") | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    tasks = [two | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     more = ["trainer.max_epochs=100"]
     with (
         forked.started([*words, *more], tmp_path, **tasks[0]) as main,
