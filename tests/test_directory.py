@@ -12,8 +12,9 @@ from disk import library
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from dpframe.config.earlier_run import as_notes, resumed_file, with_saved
+from dpframe.config.earlier_run import resumed_file, with_saved
 from dpframe.config.loader import quoted
+from dpframe.config.overrides import as_notes
 from dpframe.errors import UserError
 from dpframe.modes.directory import UTF8, Directory
 

@@ -59,7 +59,7 @@ FRIENDS = {
         "dpframe.devices.accelerator": "cores: what mode=doctor tells",
         "dpframe.config.build": "check_targets: of each strategy to compare, before any trains",
         "dpframe.config.loader": "ConfigLoader: composes the job of each strategy to compare",
-        "dpframe.config.earlier_run": "key_of, value_of: what was typed",
+        "dpframe.config.overrides": "key_of, value_of: what was typed",
         "dpframe.data.module": "mapped: the inputs of an exported program",
         "dpframe.modes.measure": "devices_of, lasting_bytes: how much fits",
         "dpframe.strategies.devices": "what mode=doctor tells of this machine",

@@ -15,7 +15,7 @@ from command import attempts, environment, write
 from forked import fresh
 
 import dpframe
-from dpframe.config.earlier_run import key_of
+from dpframe.config.overrides import key_of
 from dpframe.errors import UserError
 from dpframe.strategies.ddp import DDP
 

@@ -17,7 +17,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 
 from dpframe.config import modes
 from dpframe.config.help import topics
-from dpframe.config.hints import has, may_take
+from dpframe.config.keys import has, may_take
 from dpframe.config.loader import ConfigLoader
 from dpframe.config.schema import CONFIG_NAME, PARTS, WHOLE
 from dpframe.errors import UserError, suggestion

@@ -122,7 +122,7 @@ def _only(folders: Sequence[str] | None) -> str | None:
 
 
 def _is_sweep(overrides: Sequence[str]) -> bool:
-    from dpframe.config.earlier_run import value_of
+    from dpframe.config.overrides import value_of
 
     return "hydra.mode=MULTIRUN" in overrides or value_of("sweep.resume", overrides) is not None
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpframe.callbacks.monitor import PRUNED
-from dpframe.config.earlier_run import key_of
 from dpframe.config.objective import Objective
+from dpframe.config.overrides import key_of
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import ruled, table_text
 from dpframe.util import files

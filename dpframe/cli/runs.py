@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from dpframe.cli.results import short
-from dpframe.config.earlier_run import OF_ONE_START, key_of, saved_overrides
+from dpframe.config.earlier_run import NOT_TAKEN_OVER, saved_overrides
+from dpframe.config.overrides import key_of
 from dpframe.errors import UserError, suggestion
 from dpframe.loggers.formats import ruled
 from dpframe.modes import provenance
@@ -178,7 +179,7 @@ def _status(directory: Path, summary: dict[str, Any], origin: dict[str, Any]) ->
 def _is_told(override: str) -> bool:
     """Whether a table has it: the other keys have columns of their own, or are of one start."""
     key = key_of(override)
-    return key.split(".")[0] not in (*OF_ONE_START, *NAMES, "recipe", "hydra")
+    return key.split(".")[0] not in (*NOT_TAKEN_OVER, *NAMES, "recipe", "hydra")
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, read_earlier
 from dpframe.cli.runner import RunFailed, Runner, run_point
 from dpframe.config.compose import Composed
-from dpframe.config.earlier_run import key_of, must_be_typed, refuse_calls, value_of
 from dpframe.config.loader import ConfigLoader, quoted, with_path_quoted
 from dpframe.config.objective import Objective
+from dpframe.config.overrides import key_of, value_of
 from dpframe.config.points import Points, compose_point
 from dpframe.config.schema import SweepSettings
+from dpframe.config.untrusted import must_be_typed, refuse_calls
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
 from dpframe.modes.directory import create, refuse_ways_out, remove
@@ -46,7 +47,7 @@ OURS = {"_target_": "hydra_plugins.dpframe_launcher.DpframeLauncher"}  # in plac
 ELSEWHERE = "use another one: hydra.sweep.dir=DIR"
 NAMED_BY = "hydra.job.config.override_dirname.exclude_keys"
 OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
-OF_ONE_START = ("hydra", "resume", "resume_anyway")
+TYPED_EACH_TIME = ("hydra", "resume", "resume_anyway")
 
 
 def sweep(given: list[str], config_dir: str | None) -> int:
@@ -124,7 +125,7 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
 
 
 def _is_of_one_start(override: str) -> bool:
-    return head_of(override) in OF_ONE_START or key_of(override) in OF_THE_SWEEP
+    return head_of(override) in TYPED_EACH_TIME or key_of(override) in OF_THE_SWEEP
 
 
 def head_of(override: str) -> str:

@@ -18,20 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dpframe.config import modes
-from dpframe.config.earlier_run import (
-    WORDS,
-    as_notes,
-    key_of,
-    newest_file,
-    refuse_brought,
-    start_file,
-    value_of,
-    with_saved,
-)
+from dpframe.config.earlier_run import WORDS, newest_file, start_file, with_saved
 from dpframe.config.errors import explain
 from dpframe.config.loader import ConfigLoader, quoted, register_resolver
 from dpframe.config.objective import Objective, objective_of
+from dpframe.config.overrides import as_notes, key_of, value_of
 from dpframe.config.schema import RunSettings, read_settings
+from dpframe.config.untrusted import refuse_calls_by_reference
 from dpframe.errors import UserError
 from dpframe.util import files
 from dpframe.values import shown
@@ -115,7 +108,7 @@ def compose(configs: ConfigLoader, typed: Sequence[str]) -> DictConfig:
         values = [key_of(o) for o in taken if "{" in o or not configs.options(key_of(o))]
         try:
             texts = _plain(without_hydra(config))
-            refuse_brought(config, _fill_references(config), texts, values, start)
+            refuse_calls_by_reference(config, _fill_references(config), texts, values, start)
         except OmegaConfBaseException as error:
             raise explain(error, config=_plain(config)) from None
     return config

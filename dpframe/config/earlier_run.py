@@ -4,28 +4,25 @@ A run directory is data, maybe a stranger's: what names something to call is typ
 nothing here that imports torch: all is found before, once for all ranks.
 """
 
-import copy
 import os
 import re
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from dpframe.checkpoint import address, seal
 from dpframe.config import modes
+from dpframe.config.overrides import key_of, value_of
 from dpframe.config.schema import NONE, RunSettings
+from dpframe.config.untrusted import must_be_typed, refuse_calls
 from dpframe.errors import UserError, first_line, nearest, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
-OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "checkpoint_skip", "mode", "sweep")
+NOT_TAKEN_OVER = ("resume", "resume_anyway", "checkpoint", "checkpoint_skip", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
-TYPED_AGAIN = ("data.input", "strategy.storage")
-LOCAL_LOGGERS = {"tensorboard", "csv", "none", "null"}  # which send nothing away
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
@@ -154,88 +151,10 @@ def refuse_recipe(checkpoint: str, theirs: str, recipe: str) -> NoReturn:
     )
 
 
-def refuse_calls(saved: Sequence[str], what: str) -> None:
-    """`saved` are overrides of a directory, which are taken unless they are typed again."""
-    if calls := [override for override in saved if must_be_typed(override)]:
-        raise UserError(
-            f"{what}: its overrides say what is called, sent or read, or where files go, or may do "
-            f"so, and a run directory is data; if they are yours, type them again: "
-            f"{shlex.join(calls)}"
-        )
-
-
-def must_be_typed(override: str) -> bool:
-    """Whether an override of a directory may name something to call, or says where files or numbers
-    go or what is read."""
-    if re.search(r"_target_|_args_|[$@]", override):
-        return True
-    key, _, value = override.lstrip("+~").partition("=")
-    words = set(re.findall(r"\w+", value))
-    if key == "logger":
-        return not words <= LOCAL_LOGGERS
-    if key == "strategy":
-        return "ray" in words
-    group, _, below = key.partition(".")
-    if group == "logger":
-        return below.partition(".")[0] not in LOCAL_LOGGERS
-    return key in TYPED_AGAIN
-
-
-def refuse_brought(
-    config: DictConfig, filled: Any, texts: Any, keys: Iterable[str], what: str
-) -> None:
-    """Refuses a `_target_` that a `${…}` in our own files takes from a directory's overrides: with
-    their `keys` set to `???` it no longer resolves to the same.
-
-    `filled` is the config with each `${…}` filled in, `texts` without.
-    """
-    there, written = calls_in(filled), calls_in(texts)
-    by_reference = [key for key in there if there[key] != written.get(key)]
-    if by_reference:
-        config = copy.deepcopy(config)
-        for key in sorted(keys, key=len, reverse=True):  # what is below another one first
-            OmegaConf.update(config, key, "???", force_add=True)
-    for key in by_reference:
-        if OmegaConf.select(config, key, throw_on_resolution_failure=False) != there[key]:
-            raise UserError(
-                f"{what}: its overrides make {key}={there[key]}, and a run directory is data; if "
-                f"you mean that, type it: {key}={there[key]}"
-            )
-
-
-def calls_in(config: Any) -> dict[str, Any]:
-    """Each `_target_` by its key."""
-    found: dict[str, Any] = {}
-    waiting: list[tuple[str, Any]] = [("", config)]
-    while waiting:
-        where, node = waiting.pop()
-        if where.endswith("._target_"):
-            found[where[1:]] = node
-        elif isinstance(node, dict | list):
-            pairs = node.items() if isinstance(node, dict) else enumerate(node)
-            waiting += [(f"{where}.{name}", value) for name, value in pairs]
-    return found
-
-
-def value_of(key: str, overrides: Sequence[str]) -> str | None:
-    """What is typed for a key, without quotes; None: nothing, or null."""
-    values = [o.partition("=")[2].strip("\"'") for o in overrides if key_of(o) == key]
-    return values[-1] if values and values[-1] not in ("null", "") else None
-
-
-def key_of(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
-
-
-def as_notes(overrides: Sequence[str]) -> str:
-    """Overrides as Hydra writes them, but quoted where YAML would not read text."""
-    return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
-
-
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     """Whether a saved override counts beside those that are typed."""
     key, of_typed = key_of(override), [key_of(each) for each in typed]
-    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra"):
+    if re.split(r"[^\w]", key)[0] in (*NOT_TAKEN_OVER, "hydra"):
         return False
     if key in of_typed and must_be_typed(override):
         return False

@@ -11,8 +11,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config import modes, plugins
-from dpframe.config.earlier_run import key_of, value_of
 from dpframe.config.hints import hint
+from dpframe.config.overrides import key_of, value_of
 from dpframe.config.schema import (
     CONFIG_NAME,
     Group,

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
-from dpframe.config.earlier_run import key_of
 from dpframe.config.loader import ConfigLoader
+from dpframe.config.overrides import key_of
 from dpframe.config.schema import WHOLE, defaults, groups
 from dpframe.errors import UserError, first_line, printable, suggestion
 from dpframe.values import shown

@@ -4,21 +4,15 @@ Configs are plain containers here, and no class is asked what it takes: that wou
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from dpframe.config import modes
+from dpframe.config.keys import SCALE, SCALE_KEYS, at, has, known_part
 from dpframe.config.schema import OPEN, PARTS, SWITCHES, WHOLE
 from dpframe.errors import nearest, suggestion
-from dpframe.trainer.settings import ScaleSettings
 
 OF_CLASSES = ("callbacks", "logger")  # each part in them has a class
-SCALE = "task.scale_lr"  # no part, but it has keys, also while it is null
-SCALE_KEYS = [field.name for field in fields(ScaleSettings)]
 LATER = ("optimizer", "scheduler")  # what the Task makes of a part
-COMPLETE = tuple(  # files list all that these take
-    f"dpframe.{part}." for part in ("strategies", "callbacks", "loggers", "schedules")
-)
 
 
 def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str:
@@ -29,7 +23,7 @@ def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str
     if "/" in key:  # which is for groups
         dotted = key.replace("/", ".")
         return f"did you mean {dotted}?" if has(config, dotted) else hint(config, dotted, offers)
-    known, node = _known(config, key)
+    known, node = known_part(config, key)
     if not isinstance(node, dict) or ".".join(known) == SCALE:
         return _without_keys(".".join(known), node, key)
     if place := _in_other_places(config, key, known, offers):
@@ -83,27 +77,12 @@ def _in_group(node: dict[str, Any], key: str, known: list[str]) -> str:
 def elsewhere(config: Mapping[str, Any], name: str) -> list[str]:
     """The whole keys that end so; those that are nearest to the top."""
     whole = WHOLE.get(name, "")
-    if "=" in whole or (whole and isinstance(_at(config, whole.rpartition(".")[0]), dict)):
+    if "=" in whole or (whole and isinstance(at(config, whole.rpartition(".")[0]), dict)):
         return [whole]
     last = whole.rpartition(".")[2] or name
     found = [f"{where}{last}" for where, node in _groups(config) if where and last in node]
     least = min((key.count(".") for key in found), default=0)
     return [key for key in found if key.count(".") == least][:3]
-
-
-def has(config: Mapping[str, Any], key: str) -> bool:
-    """Whether there is such a key, even if it is null or ???."""
-    return len(_known(config, key)[0]) == len(key.split("."))
-
-
-def may_take(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a part's class may take a key that no file sets: it is asked when it is imported."""
-    above, _, name = key.rpartition(".")
-    if above == SCALE:
-        return name in SCALE_KEYS
-    node = _at(config, above)
-    path = node.get("_target_") if isinstance(node, dict) and "_args_" not in node else None
-    return isinstance(path, str) and not path.startswith(COMPLETE)
 
 
 def _is_open(key: str) -> bool:
@@ -140,23 +119,3 @@ def _groups(node: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, node
         for key, value in node.items():
             yield from _groups(value, f"{where}{key}.")
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    """None where there is no such key."""
-    return (_known(config, key)[1] if has(config, key) else None) if key else config
-
-
-def _known(config: Mapping[str, Any], key: str) -> tuple[list[str], Any]:
-    """The longest existing prefix of the key, and its value."""
-    node: Any = config
-    known: list[str] = []
-    for part in key.split("."):
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            break
-        known.append(part)
-    return known, node

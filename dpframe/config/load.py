@@ -11,8 +11,8 @@ from dpframe.checkpoint.address import local_file
 from dpframe.config.build import build
 from dpframe.config.compose import Composed, composed, hydra_kept
 from dpframe.config.earlier_run import run_directory, saved_overrides
+from dpframe.config.evaluated_run import find_differences
 from dpframe.config.loader import quoted
-from dpframe.config.origin import find_differences
 from dpframe.config.target import see_own_folders
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy

@@ -33,9 +33,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from dpframe.config import plugins
-from dpframe.config.earlier_run import key_of
 from dpframe.config.errors import OUTSIDE, explain
-from dpframe.config.hints import has, may_take
+from dpframe.config.keys import has, may_take
+from dpframe.config.overrides import key_of
 from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.errors import UserError
 from dpframe.util.files import is_url

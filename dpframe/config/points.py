@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config.compose import Composed, compose, from_hydra
-from dpframe.config.earlier_run import calls_in, key_of
 from dpframe.config.loader import ConfigLoader, with_path_quoted
+from dpframe.config.overrides import key_of
+from dpframe.config.untrusted import calls_in
 from dpframe.errors import UserError
 
 KEPT = 32  # configs, e.g. of a sweep over recipes: half a megabyte each

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dpframe.config import plugins
-from dpframe.config.earlier_run import calls_in, run_directory
+from dpframe.config.earlier_run import run_directory
+from dpframe.config.untrusted import calls_in
 from dpframe.errors import UserError, first_line, nearest
 
 HOMES = (  # of classes that are named without a path

@@ -11,8 +11,8 @@ from typing import Any
 
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
-from dpframe.config.earlier_run import must_be_typed
 from dpframe.config.schema import RunSettings
+from dpframe.config.untrusted import must_be_typed
 from dpframe.data import DataSets
 from dpframe.errors import Failure, UserError
 from dpframe.launch import environment

@@ -15,11 +15,12 @@ from dpframe.checkpoint import seal
 from dpframe.config import modes
 from dpframe.config.arguments import explain_text_called
 from dpframe.config.compose import Composed
-from dpframe.config.earlier_run import calls_in, run_directory, saved_since
+from dpframe.config.earlier_run import run_directory, saved_since
+from dpframe.config.evaluated_run import describe_differences
 from dpframe.config.objective import CHOSEN
-from dpframe.config.origin import describe_differences
 from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
 from dpframe.config.schema import NONE
+from dpframe.config.untrusted import calls_in
 from dpframe.devices import memory
 from dpframe.errors import Interrupted, UserError, explain_exits, listed, printable
 from dpframe.launch import signals

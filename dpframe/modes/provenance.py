@@ -32,7 +32,7 @@ ASK = (
 )
 QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
 DRIVER = Path("/proc/driver/nvidia/version")
-OF_ONE_START = ("began", "command")
+NEW_EACH_TIME = ("began", "command")
 
 
 class Git:
@@ -137,7 +137,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def flat(origin: Mapping[str, Any]) -> dict[str, Any]:
     """What of it may differ, by short names."""
     packages = origin.get("packages")
-    own = {key: value for key, value in origin.items() if key not in (*OF_ONE_START, "packages")}
+    own = {key: value for key, value in origin.items() if key not in (*NEW_EACH_TIME, "packages")}
     if isinstance(commit := own.get("commit"), str):
         own["commit"] = commit[:12]
     return own | (packages if isinstance(packages, dict) else {})

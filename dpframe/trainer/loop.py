@@ -319,7 +319,7 @@ class Trainer(CallbackView):
             if profile is not None:
                 profile.end_step()
             if calendar.validates(progress):
-                self._validate(training)
+                self._validate_within_epoch(training)
             if self.is_over or progress.global_step == self.settings.max_steps:
                 self.is_over = True
                 break
@@ -349,8 +349,8 @@ class Trainer(CallbackView):
         end = calendar.end_epoch(progress, is_whole=is_whole, should_stop=self.is_over)
         alike.check_epoch(self.placed, self.settings, self.progress, end)
         self.is_extra_validation = end.is_extra_validation
-        validated = self._validate_epoch(training, end)
-        measured = self._measure_epoch(training)
+        validated = self._validate_at_end(training, end)
+        measured = self._training_means(training)
         self.metrics.update(measured | validated)
         if is_whole:
             progress.epoch, progress.batches_done = end.epochs, 0
@@ -373,7 +373,7 @@ class Trainer(CallbackView):
         if not self.is_over:
             self._poll(training)
 
-    def _validate_epoch(self, training: Training, end: EpochEnd) -> dict[str, float]:
+    def _validate_at_end(self, training: Training, end: EpochEnd) -> dict[str, float]:
         """The new metrics of the validation after an epoch, or at the end of training."""
         if not (training.validation and end.validates):
             return {}
@@ -385,7 +385,7 @@ class Trainer(CallbackView):
         seeding.restore_random_state(random_state, self.strategy.local_devices)
         return validated
 
-    def _measure_epoch(self, training: Training) -> dict[str, float]:
+    def _training_means(self, training: Training) -> dict[str, float]:
         """The metrics of the epoch's updates."""
         total = training.means.total()
         means = self.task.summarize(total) if total else {}
@@ -399,12 +399,11 @@ class Trainer(CallbackView):
         """The validation and the end of the epoch that the checkpoint's step has still to come
         to."""
         if training.calendar.validates(self.progress):
-            self._validate(training)
+            self._validate_within_epoch(training)
         if self.is_over and self.progress.ended_step != self.progress.global_step:
             self._end_epoch(training)
 
-    def _validate(self, training: Training) -> None:
-        """Within an epoch."""
+    def _validate_within_epoch(self, training: Training) -> None:
         self._read_losses(training)
         self.is_extra_validation = False
         means = self._measure_validation(training)

@@ -71,7 +71,8 @@ class TrainerSettings:
     # plugins/verify/course.py and modes/measure.py, if theirs do without it; `ByHand`, where it
     # does nothing; `OF_PLUGINS`, if a plugin carries it out; `keywords.ELSEWHERE_NAMES`;
     # calendar.py, if it says when, and callbacks/progress.py; of a limit of training `reached`
-    # below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT` of config/origin.py.
+    # below, `TrainingData.total_steps`, `modes.ending._longer`, and `OF_FIT` of
+    # config/evaluated_run.py.
     # test_conf, test_names, test_prepare and test_arguments tell what was forgotten.
 
     max_epochs: int | None = 10

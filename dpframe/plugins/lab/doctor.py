@@ -3,7 +3,7 @@
 from typing import Any
 
 from dpframe import UserError
-from dpframe.config.earlier_run import value_of
+from dpframe.config.overrides import value_of
 from dpframe.plugin import Composed, first_line
 
 NEEDS_RECIPE = False

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from dpframe import UserError
 from dpframe.config.build import check_targets
-from dpframe.config.earlier_run import key_of
 from dpframe.config.loader import ConfigLoader
+from dpframe.config.overrides import key_of
 from dpframe.modes.measure import devices_of
 from dpframe.plugin import (
     REHEARSED_REPLICAS,

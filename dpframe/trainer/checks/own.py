@@ -31,9 +31,9 @@ from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
 from dpframe.trainer.checks.few_rows import drawn_apart
 from dpframe.trainer.checks.kept import unlike
+from dpframe.trainer.checks.step_on_shares import ROWS
 from dpframe.trainer.checks.surroundings import Moment, moments
 from dpframe.trainer.checks.trial import CUT, Trial
-from dpframe.trainer.checks.tried import ROWS
 from dpframe.trainer.checks.watch import Watch
 from dpframe.trainer.evaluation import Placed, restore_modes
 from dpframe.trainer.feed import TrainingData

@@ -18,9 +18,9 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.checks.own import Own
+from dpframe.trainer.checks.step_on_shares import INNER
 from dpframe.trainer.checks.surroundings import moments
 from dpframe.trainer.checks.trial import ROWS, Difference, Trial
-from dpframe.trainer.checks.tried import INNER
 from dpframe.trainer.evaluation import STEPS, Evaluations, Placed
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.turns import Turns

@@ -32,8 +32,8 @@ from dpframe.trainer.checks.gradients import (
 )
 from dpframe.trainer.checks.put_back import floats_of, widened
 from dpframe.trainer.checks.statistics import unlike
+from dpframe.trainer.checks.step_on_shares import BRIEF_SECONDS, INNER, ROWS, Moved, StepOnShares
 from dpframe.trainer.checks.surroundings import Moment
-from dpframe.trainer.checks.tried import BRIEF_SECONDS, INNER, ROWS, Moved, Tried
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.outputs import Measured
 
@@ -47,7 +47,7 @@ FREE = 4  # times the memory that the weights take in float64 has to be free
 
 
 @dataclass
-class Trial(Tried):
+class Trial(StepOnShares):
     """Compares the numbers of a few rows in one share with those of shares of some of them.
 
     `later` are epochs and steps at which it does so again if the step asks for these."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.rows import current_share
+from dpframe.trainer.checks.step_on_shares import ROWS
 from dpframe.trainer.checks.trial import CUT
-from dpframe.trainer.checks.tried import ROWS
 
 CORNER = 16  # numbers of a row by each dimension, by which it is known again
 CLOSE = 1e-3  # these, of the same rows

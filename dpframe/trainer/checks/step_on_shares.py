@@ -63,7 +63,7 @@ class Noticed:
 
 
 @dataclass
-class Tried:
+class StepOnShares:
     """A step of a task, or of one of its turns: `measured` tries it on shares of a few rows, and
     leaves the task as it was."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from dpframe.config import modes
 from dpframe.config.compose import Composed
-from dpframe.config.earlier_run import LIMITS, key_of, refuse_recipe
+from dpframe.config.earlier_run import LIMITS, refuse_recipe
+from dpframe.config.overrides import key_of
 from dpframe.config.schema import TOP_LEVEL
 from dpframe.data import DataModule
 from dpframe.errors import UserError
