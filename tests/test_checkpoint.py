@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forked import fresh
-from small import SGD, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
+from small import SGD, Adam, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
 
 from dpframe import Callback, Strategy, Trainer, UserError, checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -129,6 +129,19 @@ def test_a_resumed_run_keeps_the_best_and_makes_the_best_ckpt_that_a_killed_one_
 
 
 # Beside training
+
+
+def test_a_checkpoint_has_a_copy_of_each_tensor_and_hardly_more(tmp_path):
+    """Weights, and Adam's two states of each; and nothing that grows with rows or epochs."""
+    sizes = []
+    for rows, epochs in ((20, 1), (2000, 3)):
+        run, data = tmp_path / str(rows), Rows(rows, batch_size=rows // 2)
+        task = Small(Adam, width=20_000)
+        fitted(task, data, callbacks=[Checkpoint()], directory=run, max_epochs=epochs)
+        sizes.append((run / "checkpoints" / "last.ckpt").stat().st_size)
+    tensors = 3 * sum(weight.nbytes for weight in task.parameters())
+    assert all(tensors < size < tensors + 30_000 for size in sizes), sizes
+    assert abs(sizes[1] - sizes[0]) < 5000, sizes
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
