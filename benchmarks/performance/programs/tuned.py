@@ -45,15 +45,23 @@ def main() -> None:
     marks.tell(loss=loss, steps_per_epoch=4)
 
 
-def epochs(count: int, marks: Marks, folder: Path, *, is_bare: bool = False) -> Iterator[float]:
-    """Yields each epoch's loss when the epoch is over. `is_bare`: no line, no checkpoint."""
+def epochs(
+    count: int,
+    marks: Marks,
+    folder: Path,
+    *,
+    is_bare: bool = False,
+    steps_by_torch: bool = False,
+) -> Iterator[float]:
+    """Yields each epoch's loss when the epoch is over. `is_bare`: no line, no checkpoint;
+    `steps_by_torch`: `optimizer.step()`, with what torch has put around it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     problem = problems.problem()
     net = problem.network()
     without_dynamo()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
-    update = step_of(optimizer)
+    update = optimizer.step if steps_by_torch else step_of(optimizer)
     events = Events(folder / "tuned")
     saver = Saver(folder)
     step, best = 0, math.inf
@@ -96,7 +104,7 @@ def without_dynamo() -> None:
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], object]:
-    """Less the wrapper that imports dynamo."""
+    """Less the wrapper that calls the hooks of steps and names each step for the profiler."""
     return torch.no_grad()(inspect.unwrap(type(optimizer).step)).__get__(optimizer)
 
 
