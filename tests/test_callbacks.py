@@ -521,8 +521,8 @@ def test_the_modes_print_their_numbers_once(capsys):
 
 
 def with_noise(strategy: Strategy) -> dict[str, Any]:
-    """The weights after the noise of docs/tasks.md."""
-    page = (Path(__file__).parent.parent / "docs/tasks.md").read_text()
+    """The weights after the noise of docs/tasks-advanced.md."""
+    page = (Path(__file__).parent.parent / "docs/tasks-advanced.md").read_text()
     code = re.search(r"`mine/noise.py`:\n```python\n(.*?)```", page, re.S)
     assert code is not None
     there: dict[str, Any] = {"__name__": "noise"}
