@@ -14,19 +14,29 @@ LONG = {
     """,
     "evaluation": """
         a_prediction_larger_than_its_memory_is_written
+        predictions_are_all_rows_in_the_order_of_the_data_set[ddp-4-tensors
         validation_and_test_see_every_row_once_with_the_weight_of_the_task[ddp-4-
     """,
     "finetuning": """
         frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[data_parallel
         frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[ddp-2
+        frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[fsdp-2-frozen
     """,
     "from_python": """
+        a_compiled_run_says_why_its_first_step_takes_so_long
+        a_program_of_many_open_files_starts_ranks
         a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_they_came_to[strategy1
+        a_trainer_trains_once_unless_it_resumes[given2
         a_warning_of_all_ranks_is_printed_once
         hooks_have_the_trainer_that_a_program_makes[strategy1
+        ranks_refuse_the_directory_of_another_run
+        the_ranks_of_a_trainer_have_the_torch_settings_of_the_program
         the_trainer_of_a_program_shows_it_in_the_first_of_its_ranks
+        what_a_script_defines_is_compiled_in_its_ranks
     """,
     "fsdp": """
+        a_model_that_does_not_fit_one_rank_trains_on_four
+        a_task_that_one_rank_builds_has_the_numbers_of_one_that_all_build
         a_whole_checkpoint_takes_room_for_all_parts_in_the_main_rank
         parts_train_as_whole_weights_do[2 x 2 ranks-
         ten_blocks_take_no_more_to_compile_than_three
@@ -36,11 +46,13 @@ LONG = {
         clip_learns_to_find_captions_and_prints_some
         gan_learns_to_draw_digits_and_prints_some
         gpt_learns_to_write_stories_and_prints_what_it_writes
+        gpt_with_dropout_but_in_attention_trains_alike_on_any_number_of_replicas
         logical_shares_have_the_same_bits_on_ranks_as_in_one_process
         replicas_train_as_one_process[FSDP-2-
         stream_learns_when_it_is_slow_and_prints_the_day
         text_learns_that_a_tag_depends_on_the_words_around_it
         the_experiment_of_gpt_2_trains_on_the_stories_and_validates
+        the_experiment_with_muon_learns_more_in_as_many_steps_as_adamw
     """,
     "input": "a_tables_rows_are_predicted_in_their_order_on_each_strategy[words0",
     "logical": """
@@ -61,8 +73,7 @@ LONG = {
     "prune": "a_run_that_is_worse_than_the_median_of_those_before_it_is_stopped[ddp",
     "ranks": """
         a_run_that_makes_no_progress_shows_its_stacks_and_ends
-        the_threads_of_a_ranks_group_end_before_its_interpreter[failed
-        the_threads_of_a_ranks_group_end_before_its_interpreter[spawned
+        the_threads_of_a_ranks_group_end_before_its_interpreter
         torchrun_gives_the_weights_of_our_own_launch_in_one_directory[fsdp-
     """,
     "restarts": """
@@ -75,16 +86,24 @@ LONG = {
     "samplers": """
         training_in_the_order_of_a_sampler_equals_the_hand_written_loop[cpu-1
         training_in_the_order_of_a_sampler_equals_the_hand_written_loop[data_parallel-2
+        training_on_a_ready_data_loader_equals_the_hand_written_loop[data_parallel-2
     """,
     "sharded": """
         a_rank_that_is_killed_within_a_save_costs_that_save_alone[a part
         a_rank_that_is_killed_within_a_save_costs_that_save_alone[best.ckpt
         a_rank_that_is_killed_within_a_save_costs_that_save_alone[what is not needed
+        a_run_goes_on_with_parts_or_without[fsdp 4-fsdp 3
+        a_run_goes_on_with_parts_or_without[fsdp 4-fsdp 4
         fifty_loads_on_three_ranks_are_alike
+        several_checkpoints_write_their_shards_one_after_another
         thawed_unused_and_tied_weights_of_two_optimizers_go_on[fsdp 3
     """,
     "stream": "a_stream_is_resumed_to_the_bit[cpu-1-",
-    "sweep_resume": "a_sweep_that_still_runs_is_not_gone_on_with_by_another_process",
+    "sweep_resume": """
+        a_device_that_fails_ends_its_run_and_the_others_run_in_other_processes[cpu
+        a_sweep_that_is_killed_or_interrupted_in_a_run_is_gone_on_with[ddp
+        a_sweep_that_still_runs_is_not_gone_on_with_by_another_process
+    """,
     "task_metrics": "results_are_those_of_one_metric_over_all_rows_of_the_pass[ddp-4-",
     "torchrun": """
         a_job_that_is_restarted_goes_on_from_its_last_checkpoint
@@ -92,12 +111,87 @@ LONG = {
         ctrl_c_on_either_agent_ends_both_with_one_checkpoint[1-
     """,
     "turns": "optimizers_that_take_turns_train_as_a_loop_by_hand[ddp 2",
+    "batch_norm": "ranks_are_as_one_process_also_where_one_has_no_row[ddp-4-1d",
+    "directory": "the_sockets_of_data_workers_need_no_short_tmpdir",
+    "dropout": """
+        numbers_are_dropped_independently_of_each_other[0.02
+        numbers_are_dropped_independently_of_each_other[0.5
+    """,
+    "dynamo": "torch_compile_still_works_where_its_import_is_skipped",
+    "ending": "the_best_weights_are_tested_after_fit[cpu",
+    "exact_layers": """
+        a_compiled_step_with_batch_norm_of_all_rows_ends_a_graph_at_each
+        a_compiled_step_with_dropout_by_row_is_a_graph_for_each_size[vit-strategy0-2
+        a_model_that_is_compiled_by_its_task_drops_the_same[DataParallel
+        it_is_as_in_one_process[data_parallel-2-resnet
+        it_is_as_in_one_process[ddp-2-resnet
+    """,
+    "fakenccl": "a_collective_lets_the_host_go_on",
+    "from_scratch": "it_passes_every_check_as_its_readme_shows_with_nothing_but_send_and_recv",
+    "front_door": "the_cores_own_tests_pass_without_the_plugins",
+    "install": """
+        a_module_in_the_current_directory_is_a_target[words0
+        a_new_project_trains_from_a_wheel
+        an_editable_installation_runs_anywhere
+    """,
+    "kubernetes": "the_command_of_a_manifest_trains_in_the_layout_of_the_image",
+    "layer_fuzz": "a_random_network_is_the_same_or_told[strategy1-0-8",
+    "localsgd": """
+        fewer_rounds_send_less_and_learn
+        its_own_tests_pass_where_it_is_installed
+        what_its_readme_shows_is_what_it_prints
+    """,
+    "micro_batch": """
+        a_batch_in_pieces_trains_as_one[data_parallel-3
+        a_batch_in_pieces_trains_as_one[ddp-2
+    """,
+    "model": "no_interval_is_better_than_the_best",
+    "parametrized": """
+        a_layer_without_weights_is_one_line[strategy2
+        a_parametrized_task_trains_on_ranks_of_a_program_as_on_one_process[strategy1
+    """,
+    "parcel": "the_program_and_each_of_its_ranks_have_one_copy_of_a_model",
+    "points": """
+        a_point_is_what_hydra_composes_of_it[added
+        a_point_is_what_hydra_composes_of_it[deleted
+        a_point_is_what_hydra_composes_of_it[nested
+        a_point_is_what_hydra_composes_of_it[numbers
+        a_point_is_what_hydra_composes_of_it[of the environment
+        a_point_is_what_hydra_composes_of_it[whole
+        a_point_is_what_hydra_composes_of_it[words
+    """,
+    "prepare": """
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_batch_start]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_before_step]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_epoch_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_epoch_start]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_exception]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_fit_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_load]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_predict_batch_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_predict_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_predict_start]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_save]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_step_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_test_batch_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_test_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_test_start]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_validation_batch_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_validation_end]
+        a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_validation_start]
+    """,
+    "task": "a_loss_over_the_rows_of_all_replicas_is_the_one_of_one_process[ddp-4-Pairs-5-1",
+    "together": """
+        every_strategy_trains_as_one_replica_and_a_resume_goes_on_on_others[data_parallel-3
+        every_strategy_trains_as_one_replica_and_a_resume_goes_on_on_others[ddp-2
+    """,
     # The next of many moments, bugs, doors and values.
     "completion": "a_shell_completes[bash-dpframe]",
     "conf": "every_pair_of_recipe_and_experiment_composes",
     "fakecuda": """
         a_bug_that_is_planted_in_dpframe_fails_its_test
         what_is_planted_is_noticed
+        what_is_right_is_left_alone
     """,
     "hints": "what_a_hint_says_is_taken_and_torch_is_not_imported",
     "interpreter": """
@@ -113,10 +207,11 @@ LONG = {
     "oracle": """
         a_resume_that_is_killed_at_a_change_to_its_files_is_resumed_from_there
         killed_after_any_step_a_run_ends_as_if_nothing_had_happened[2-
-        the_comparison_notices_a_resume_that_forgets[two batches skipped
+        the_comparison_notices_a_resume_that_forgets
     """,
     "preparation": """
         a_program_has_it_called_in_its_ranks
+        ctrl_c_in_it_ends_the_job[cpu
         of_two_machines_with_a_common_disk_one_downloads
     """,
     "security": """
@@ -164,18 +259,25 @@ LONG = {
         the_programs_of_the_page_run[lines_by_hand.py
     """,
     "benchmarks": """
+        a_run_that_fails_is_told_with_its_command
         a_slow_link_has_a_row_for_a_method_and_leaves_no_host
         same_numbers_prints_a_row_a_run_and_succeeds
     """,
     "from_hydra_template": """
         its_module_data_and_configs_train_as_they_are_and_alike_on_two_processes
     """,
-    "from_the_tutorials": "every_command_runs",
+    "from_the_tutorials": """
+        each_program_gives_the_same_in_threads
+        every_command_runs
+    """,
     "gpu_benchmark": """
         a_dry_run_measures_what_is_asked_for_and_writes_the_page
         the_tuned_loop_and_dpframe_train_the_same_thing[lenet
     """,
-    "new": "mypy_finds_nothing_in_a_new_project",
+    "new": """
+        help_has_an_installed_projects_options
+        mypy_finds_nothing_in_a_new_project
+    """,
     "plan": "help_and_an_assumption_that_can_not_be_import_no_torch",
     "readme": """
         every_command_that_is_shown_composes
@@ -186,7 +288,10 @@ LONG = {
         lenet_learns_the_digits_and_reports_its_speed
         the_words_best_and_last_name_no_run_of_debug_or_overfit
     """,
-    "site": "every_link_of_the_site_leads_to_a_page_and_a_place_in_it",
+    "site": """
+        every_link_of_the_site_leads_to_a_page_and_a_place_in_it
+        no_page_of_the_site_loads_anything_from_elsewhere
+    """,
 }
 
 
