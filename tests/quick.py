@@ -240,6 +240,7 @@ SLOW_FILES = {
     "dashboard",
     "evaluated_run",
     "exact_layers",
+    "exit",
     "layer_fuzz",
     "fakecuda",
     "fakenccl",
