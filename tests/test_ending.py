@@ -8,7 +8,7 @@ import shlex
 import pytest
 from command import attempts, dpframe, write
 
-from dpframe.cli.results import outcome_of
+from dpframe.cli.outcome import outcome_of
 
 BOSTON = ["recipe=boston", "trainer.max_epochs=2"]
 BOOM = """\

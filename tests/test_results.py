@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from dpframe import UserError
+from dpframe.cli.outcome import Outcome, Result, outcome_of
 from dpframe.cli.picture import svg
-from dpframe.cli.results import Outcome, Result, Results, outcome_of, read_earlier, short
+from dpframe.cli.results import Results, read_earlier, short
 from dpframe.config.objective import Objective
 
 RUNS = [  # seed, lr, status, value
@@ -57,19 +58,26 @@ def test_numbers_have_four_significant_digits():
 
 
 def test_runs_that_differ_by_the_seed_alone_are_averaged_with_their_standard_deviation():
-    (mean,) = results().seeds()
-    assert mean.overrides == ["task.optimizer.lr=0.1"] and mean.runs == [1, 2]
-    assert (mean.mean, mean.sd) == (4.0, pytest.approx(2**0.5))
-    assert results().summary()[-1].splitlines()[-1].split() == ["0.1", "4", "±", "1.41", "2"]
+    best, one, none = results().means()
+    assert best.overrides == ["task.optimizer.lr=0.01"] and (best.runs, best.left_out) == ([3], [4])
+    assert (one.runs, one.mean, one.sd) == ([1, 2], 4.0, pytest.approx(2**0.5))
+    assert (none.runs, none.left_out, none.mean) == ([], [5, 6], None)
+    head, _, *rows = results().summary()[-1].splitlines()
+    assert head.split() == ["lr", "val/loss,", "mean", "±", "sd", "over", "seed", "runs"]
+    assert [row.split() for row in rows] == [
+        ["0.01", "2", "1", "of", "2"],
+        ["0.1", "4", "±", "1.41", "2"],
+        ["0.001", "0", "of", "2"],
+    ], "one run has no standard deviation"
     made = results()
     made.fixed.add("seed")
-    assert made.seeds() == [], "one seed has no mean"
+    assert made.means() == [], "one seed has no mean"
 
 
 def test_an_infinite_value_in_an_earlier_sweeps_file_is_in_no_mean(tmp_path):
     made = results(tmp_path)
     made.runs[1].value = float("-inf")
-    assert made.seeds() == []
+    assert made.means() == []
     made.save()
     made.save_table()
     assert read_earlier(tmp_path).runs == made.runs and svg(made)
@@ -118,7 +126,7 @@ def test_the_files_of_a_sweep_have_what_the_table_has(tmp_path):
     assert read_earlier(tmp_path).overrides == made.typed
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert (content["metric"], content["mode"], content["best"]) == ("val/loss", "min", 3)
-    assert content["seeds"][0]["mean"] == 4.0
+    assert [mean["mean"] for mean in content["means"]] == [2.0, 4.0, None]
     with open(tmp_path / "sweep.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == list("531246")

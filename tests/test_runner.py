@@ -8,7 +8,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from dpframe import UserError
 from dpframe.cli import jobs, runner
-from dpframe.cli.results import Outcome, Results, read_earlier
+from dpframe.cli.outcome import Outcome
+from dpframe.cli.results import Results, read_earlier
 from dpframe.cli.runner import Runner
 from dpframe.config.compose import Composed
 from dpframe.config.loader import ConfigLoader

@@ -163,6 +163,9 @@ SWEPT = {
     "unknown in a file": ["--config-dir=mine", "experiment=searches", "recipe=boston"],
     "theirs": ["--config-dir=mine", "experiment=theirs", "recipe=boston", SHORT],
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
+    "drawn pairs": [*TOLD, SHORT, "hydra.sweeper.seeds=2", "sweep.compare=seed", "sweep.over=null"],
+    "no pairs": [*TOLD, SHORT, "hydra.sweeper.seeds=1", "sweep.compare=task.optimizer.lr"],
+    "not drawn": [*TOLD, "sweep.compare=task.optimizer.lrr"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
 }
 SWEPT["drawn"] += ["--config-dir=mine", "experiment=three"]  # the first of the sweeper's is right
@@ -226,7 +229,7 @@ def test_a_run_whose_objective_is_infinite_is_told_and_left_out_of_the_mean(swep
     assert told.startswith("sweep: failed: infinite/1_") and told.endswith(": val/loss is inf")
     assert "sweep: 2 of 3 runs finished" in infinite.out
     content = json.loads((directory / "infinite" / "sweep.json").read_text())
-    assert [mean["runs"] for mean in content["seeds"]] == [[1, 3]]
+    assert [mean["runs"] for mean in content["means"]] == [[1, 3]]
     assert (directory / "infinite" / "sweep.csv").is_file()
 
 
@@ -408,6 +411,54 @@ def test_another_metric_is_optimised_in_the_direction_that_is_set(swept):
     ]
     said = "dpframe: sweep.metric=val/mea is not measured; did you mean val/mae?"
     assert told["misspelt"][0] == said and "0 of 2 runs" in done["misspelt"].out
+
+
+LISTED = ("seed=0,1", "task.optimizer.lr=0.1,0.2", "+vars.fold=1,2")
+UNCOMPARED = {  # one line each, before a run
+    "sweep.compare=lr": "compare=lr: the runs do not differ in lr; did you mean task.optimizer.lr?",
+    "sweep.compare=data.batch_size": (
+        "compare=data.batch_size: the runs do not differ in data.batch_size; there is: seed, "
+        "task.optimizer.lr, vars.fold"
+    ),
+    "sweep.over=[seed,vars.flod]": (
+        "over=vars.flod: the runs do not differ in vars.flod; did you mean vars.fold?"
+    ),
+    "sweep.over=seed,vars.fold": (
+        "over=seed,vars.fold: a key of the sweep has one value for all its runs; a list of keys is "
+        "sweep.over=[seed,vars.fold]"
+    ),
+    "sweep.over=3": (
+        "over=3 is neither a key nor a list of keys; use e.g. sweep.over=[seed,data.fold]"
+    ),
+    "sweep.compare=seed": (
+        "compare=seed: sweep.over=seed takes means over it; leave it out of one of them"
+    ),
+    "sweep.comapre=seed": (
+        "comapre=seed: there is no key sweep.comapre; did you mean sweep.compare?"
+    ),
+}
+
+
+def test_a_key_that_can_not_be_compared_is_one_line_before_the_first_run(tmp_path):
+    lines = [["-m", *SHORT_RUNS, *LISTED, word] for word in UNCOMPARED]
+    one_value = ["-m", *SHORT_RUNS, "sweep.compare=seed", "sweep.over=null"]
+    done = attempts([*lines, one_value], tmp_path)
+    said = [*UNCOMPARED.values()]
+    said += ["compare=seed: the runs do not differ in seed; list its values, e.g. seed=0,1,2"]
+    for one, words in zip(done, said, strict=True):
+        assert (one.code, one.out, one.files) == (2, "", []), one
+        assert one.err == f"dpframe: sweep.{words}\n"
+
+
+def test_what_a_search_draws_is_compared_where_two_runs_differ_in_one_key(swept):
+    _, done = swept
+    drawn, without = done["drawn pairs"], done["no pairs"]
+    assert re.search(r"^0 +\S+ +1 +0 of 1$", drawn.out, re.M), "of seed 1, which has failed"
+    assert (without.code, done["not drawn"].code) == (0, 2), without.err
+    key = "task.optimizer.lrr"
+    assert f"sweep.compare={key}: the runs do not differ in {key}; " in done["not drawn"].err
+    said = "no two runs differ in it alone, so there are no pairs"
+    assert f"\nsweep.compare=task.optimizer.lr: {said}\n" in without.out
 
 
 def test_a_sweeps_directory_has_no_slash_and_a_length_that_files_may_have():

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,31 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     assert [run["value"] for run in content(directory)["runs"]] == values
     (log,) = directory.glob("swept/1_*/run.log")
     assert "resumed at epoch 1, step 4" in log.read_text()
+
+
+def test_a_pair_lacks_a_run_that_failed_until_the_sweep_is_gone_on_with(tmp_path):
+    """And what is compared may be typed later, for a sweep that has ended."""
+    directory, key = folder(tmp_path, "bug"), "task.optimizer.lr"
+    line = [*LINE, f"{key}=0.01,0.001", f"sweep.compare={key}"]
+    (failed,) = attempts([line], directory)
+    assert failed.code == 1 and re.search(r"^0\.001 .* 2 of 3 .* 2 of 3$", failed.out, re.M)
+    (directory / "trouble").unlink()
+    (whole,) = attempts([list(RESUME)], directory)
+    assert whole.code == 0 and re.search(r"^0\.001 .*  3  .*  3$", whole.out, re.M), whole.err
+    found = content(directory)
+    values = [run["value"] for run in found["runs"]]  # of 0.01 and 0.001 for each seed
+    pairs = [b - a for a, b in zip(values[::2], values[1::2], strict=True)]
+    first, second = found["means"]
+    assert (found["over"], found["compare"], first["difference"]) == (["seed"], key, None)
+    assert second["difference"]["mean"] == pytest.approx(statistics.mean(pairs))
+    half = 4.302653 * statistics.stdev(pairs) / 3**0.5
+    low, high = second["difference"]["interval"]
+    assert (high - low) / 2 == pytest.approx(half, rel=1e-6)
+    again = [*RESUME, f"sweep.over={key}", "sweep.compare=seed"]
+    other, wrong = attempts([again, [*RESUME, "sweep.compare=lr"]], directory)
+    assert (other.code, wrong.code) == (0, 2), other.err
+    assert "run 1 of 6" not in other.out and "difference to seed=0" in other.out
+    assert [row["runs"] for row in content(directory)["means"]] == [[1, 2], [3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("strategy", ["cpu", pytest.param("single_gpu", marks=pytest.mark.gpu(1))])

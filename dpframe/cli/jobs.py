@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe.cli.exit import collect_garbage, leave_after, say, show_failure
-from dpframe.cli.results import Outcome, outcome_of
+from dpframe.cli.outcome import Outcome, outcome_of
 from dpframe.config.compose import Composed
 from dpframe.devices.accelerator import cores
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line

@@ -3,7 +3,8 @@
 import math
 from html import escape
 
-from dpframe.cli.results import Result, Results, short
+from dpframe.cli.outcome import Result
+from dpframe.cli.results import Results, short
 
 WIDTH, HEIGHT, MARGIN = 480, 320, 50  # pixels of a panel
 WIDEST = 12  # letters of a label

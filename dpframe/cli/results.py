@@ -4,75 +4,20 @@ While the sweep runs, each change is a line of sweep.jsonl, so that n runs write
 """
 
 import json
-import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dpframe.callbacks.monitor import PRUNED
+from dpframe.cli.means import Row, rows_of
+from dpframe.cli.outcome import STATES, Result
 from dpframe.config.objective import Objective
-from dpframe.config.overrides import key_of
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import ruled, table_text
 from dpframe.util import files
 
 NAME = "sweep.json"
 JOURNAL = "sweep.jsonl"  # what has changed since that was written: a `Result` a line
-DONE = ("finished", "pruned")
-STATES = ("missing", "running", *DONE, "failed", "interrupted")
-
-
-@dataclass
-class Result:
-    """One run of a sweep; `number` counts from 1: Hydra's job.num + 1."""
-
-    number: int
-    overrides: list[str]
-    directory: str = ""  # its name in the sweep's
-    status: str = "missing"
-    value: float | None = None  # the best of the metric
-    seconds: float | None = None
-    reason: str = ""  # why it has failed
-
-    @property
-    def values(self) -> dict[str, str]:
-        return {key_of(override): override.partition("=")[2] for override in self.overrides}
-
-    @property
-    def is_done(self) -> bool:
-        return self.status in DONE
-
-
-class Outcome(NamedTuple):
-    """What one run came to."""
-
-    status: str
-    value: float | None = None
-    reason: str = ""
-
-
-def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
-    """A run has failed if what it is compared by is not finite: it has diverged, and -inf would be
-    the best of all. Some modes measure nothing."""
-    if summary.get("status") in ("failed", "interrupted"):
-        return Outcome(summary["status"], reason=summary["reason"])
-    value = summary.get("best", {}).get(metric, summary.get("metrics", {}).get(metric))
-    if value is not None and not math.isfinite(value):
-        return Outcome("failed", reason=f"{metric} is {value}")
-    is_pruned = summary.get("stopped", "").startswith(PRUNED)
-    return Outcome("pruned" if is_pruned else "finished", value)
-
-
-@dataclass
-class Seeds:
-    """Runs that differ by their seed alone."""
-
-    overrides: list[str]
-    runs: list[int]
-    mean: float
-    sd: float
 
 
 @dataclass
@@ -84,6 +29,8 @@ class Results:
     typed: list[str]  # the overrides of the sweep
     fixed: set[str]  # keys with one value for all runs
     sweeper: str
+    over: Sequence[str] = ("seed",)  # keys over which means are taken
+    compare: str | None = None  # the key whose values are compared
     total: int | None = None  # None: the sweeper alone knows
     runs: list[Result] = field(default_factory=list)
     has_begun: bool = False
@@ -125,19 +72,16 @@ class Results:
     def failed(self) -> list[Result]:
         return [run for run in self.runs if run.status == "failed"]
 
-    def seeds(self) -> list[Seeds]:
-        """Means over seeds, the best first."""
-        if "seed" not in self.keys():
+    def means(self) -> list[Row]:
+        """Means over seeds, the best first; where a key is compared, its first value first."""
+        rows = rows_of(self.runs, self.keys(), over=self.over, compare=self.compare)
+        if any(row.difference is not None for row in rows):
+            return rows
+        is_averaged = bool({*self.over} & {*self.keys()})
+        if not is_averaged or not any(len(row.runs) > 1 for row in rows):
             return []
-        groups: dict[tuple[str, ...], list[Result]] = {}
-        for run in self.runs:
-            is_measured = run.value is not None and math.isfinite(run.value)
-            if run.status == "finished" and is_measured:
-                rest = tuple(o for o in run.overrides if key_of(o) not in self.fixed | {"seed"})
-                groups.setdefault(rest, []).append(run)
-        several = {rest: runs for rest, runs in groups.items() if len(runs) > 1}
-        found = [_of_seeds(rest, runs) for rest, runs in several.items()]
-        return sorted(found, key=lambda each: each.mean, reverse=self.objective.mode == "max")
+        sign = -1 if self.objective.mode == "max" else 1
+        return sorted(rows, key=lambda row: (row.mean is None, sign * (row.mean or 0.0)))
 
     # ---- on the screen and in files
 
@@ -166,19 +110,33 @@ class Results:
             of = self.title(best).partition(" of ")[0].partition(":")[0]
             path = self.directory / best.directory
             lines.append(f"best: {of}, {metric} {_number(best.value)}, {printable(str(path))}")
-        if means := self.seeds():
-            names = short([key for key in self.keys() if key != "seed"])
-            head = (*names.values(), f"{metric}, mean ± sd over seeds", "runs")
-            rows = [
-                (
-                    *(Result(0, mean.overrides).values.get(key, "") for key in names),
-                    f"{_number(mean.mean)} ± {mean.sd:.3g}",
-                    str(len(mean.runs)),
-                )
-                for mean in means
-            ]
-            lines += ["", ruled([head, *rows])]
+        means = self.means()
+        if means:
+            lines += ["", self._table_of(means)]
+        if self.compare is not None and not any(row.difference for row in means):
+            said = "no two runs differ in it alone, so there are no pairs"
+            lines += ["", f"sweep.compare={self.compare}: {said}"]
         return lines
+
+    def _table_of(self, means: Sequence[Row]) -> str:
+        names = short(self.keys())
+        over = [names.pop(key) for key in self.over if key in names]
+        spread = f", mean ± sd over {', '.join(over)}" if over else ""
+        head = [*names.values(), f"{self.objective.metric}{spread}", "runs"]
+        rows = [
+            [
+                *(Result(0, row.overrides).values.get(key, "") for key in names),
+                _number(row.mean) + (f" ± {row.sd:.3g}" if row.sd is not None else ""),
+                _counted(row.runs, row.left_out),
+            ]
+            for row in means
+        ]
+        if self.compare is not None and any(row.difference for row in means):
+            first = self.runs[0].values.get(self.compare, "")
+            head += [f"difference to {names[self.compare]}={first}", "95% interval", "pairs"]
+            for cells, row in zip(rows, means, strict=True):
+                cells += _differing(row)
+        return ruled([tuple(head), *map(tuple, rows)])
 
     def ending(self, result: Result) -> str:
         """`run 3 of 6: lr=0.01 seed=1: finished, val/loss 14.7, 3.2 s`"""
@@ -196,7 +154,9 @@ class Results:
             "metric": self.objective.metric,
             "mode": self.objective.mode,
             "best": None if best is None else best.number,
-            "seeds": [asdict(each) for each in self.seeds()],
+            "over": list(self.over),
+            "compare": self.compare,
+            "means": [asdict(each) for each in self.means()],
             "runs": [asdict(run) for run in self.runs],
         }
         files.write_text(self.directory / NAME, json.dumps(content, indent=1) + "\n")
@@ -274,10 +234,21 @@ def short(keys: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _of_seeds(overrides: Sequence[str], runs: list[Result]) -> Seeds:
-    values = [run.value for run in runs if run.value is not None]
-    numbers = [run.number for run in runs]
-    return Seeds(list(overrides), numbers, statistics.mean(values), statistics.stdev(values))
+def _differing(row: Row) -> list[str]:
+    """The cells of a row's difference to the first one."""
+    if (difference := row.difference) is None:
+        return ["", "", ""]
+    mean, interval = difference.mean, difference.interval
+    return [
+        "" if mean is None else f"{mean:+.4g}",
+        "" if interval is None else f"{interval[0]:+.4g} to {interval[1]:+.4g}",
+        _counted(difference.pairs, difference.left_out),
+    ]
+
+
+def _counted(there: Sequence[object], left_out: Sequence[object]) -> str:
+    of = f" of {len(there) + len(left_out)}" if left_out else ""
+    return f"{len(there)}{of}"
 
 
 def _number(value: float | None) -> str:

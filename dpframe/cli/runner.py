@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 
 from dpframe.checkpoint import seal
 from dpframe.cli.exit import say
-from dpframe.cli.results import Outcome, Result, Results
+from dpframe.cli.outcome import Outcome, Result
+from dpframe.cli.results import Results
 from dpframe.config.compose import Composed
 from dpframe.config.loader import ConfigLoader, quoted
 from dpframe.config.points import Points, compose_point

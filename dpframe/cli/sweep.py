@@ -24,13 +24,14 @@ from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, read_earlier
 from dpframe.cli.runner import RunFailed, Runner, run_point
 from dpframe.config.compose import Composed
+from dpframe.config.keys import has
 from dpframe.config.loader import ConfigLoader, quoted, with_path_quoted
 from dpframe.config.objective import Objective
 from dpframe.config.overrides import key_of, value_of
 from dpframe.config.points import Points, compose_point
 from dpframe.config.schema import SweepSettings
 from dpframe.config.untrusted import must_be_typed, refuse_calls
-from dpframe.errors import Interrupted, UserError, first_line, printable
+from dpframe.errors import Interrupted, UserError, first_line, printable, suggestion
 from dpframe.launch import signals
 from dpframe.modes.directory import create, refuse_ways_out, remove
 from dpframe.util import files
@@ -48,6 +49,7 @@ ELSEWHERE = "use another one: hydra.sweep.dir=DIR"
 NAMED_BY = "hydra.job.config.override_dirname.exclude_keys"
 OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
 TYPED_EACH_TIME = ("hydra", "resume", "resume_anyway")
+OF_ITS_TABLE = ("sweep.over", "sweep.compare")  # nor for these, which a later start may change
 
 
 def sweep(given: list[str], config_dir: str | None) -> int:
@@ -59,6 +61,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     overrides, first, config = _first_point(typed, configs)
     settings, is_listed = first.settings.sweep, _is(config.hydra.sweeper, SWEEPER)
     _refuse(overrides, config, settings)
+    _refuse_keys(overrides, first, is_listed=is_listed)
     if not is_listed:  # listed points are all checked
         from dpframe.config.build import check_targets  # which imports torch
 
@@ -76,6 +79,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
             typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
             fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
             sweeper=str(config.hydra.runtime.choices["hydra/sweeper"]),
+            over=settings.averaged,
+            compare=settings.compare,
         )
         shared = _of_each_run(results)
         runner = Runner(results, Points(configs), config_dir, shared, settings.jobs, is_listed)
@@ -106,10 +111,11 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
     if name is None:
         return None, given
     before = read_earlier(files.local_path("sweep.resume", name))
-    saved = [each for each in before.overrides if not _is_of_one_start(each)]
+    changed = {key_of(each) for each in given} & {*OF_ITS_TABLE}
+    saved = [o for o in before.overrides if not _is_of_one_start(o) and key_of(o) not in changed]
     new = [override for override in given if override not in saved]
     for override in new:
-        if not _is_of_one_start(override):
+        if not _is_of_one_start(override) and key_of(override) not in OF_ITS_TABLE:
             raise UserError(
                 f"{override}: sweep.resume goes on with a sweep as it was; leave {override} out, "
                 "or begin another sweep"
@@ -158,6 +164,10 @@ def _first(override: Override) -> str:
         return line
     if override.is_hydra_override():
         raise UserError(f"{line}: a key of Hydra's has one value for all runs of a sweep")
+    if head_of(line) == "sweep":
+        key, _, given = line.partition("=")
+        hint = f"; a list of keys is {key}=[{given}]" * (key == "sweep.over")
+        raise UserError(f"{line}: a key of the sweep has one value for all its runs{hint}")
     if isinstance(value, IntervalSweep):
         return f"{override.get_key_element()}={value.start}"
     for first in override.sweep_string_iterator():
@@ -177,6 +187,25 @@ def _refuse(overrides: Sequence[Override], config: DictConfig, settings: SweepSe
             f"sweep.jobs={settings.jobs}: another launcher starts the runs itself; set how many at "
             "a time there, or leave out sweep.jobs"
         )
+
+
+def _refuse_keys(overrides: Sequence[Override], first: Composed, *, is_listed: bool) -> None:
+    """Refuses to compare or average what does not differ. A search may draw any key of the config
+    that has no typed value."""
+    settings = first.settings.sweep
+    swept = [key_of(o.get_key_element()) for o in overrides if o.is_sweep_override()]
+    fixed = {key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()}
+    over = settings.averaged if settings.over != SweepSettings.over else []
+    chosen = [("over", key) for key in over]
+    chosen += [("compare", settings.compare)] * (settings.compare is not None)
+    for name, key in chosen:
+        may_be_drawn = not is_listed and key not in fixed and has(first.config, key)
+        if key not in swept and not may_be_drawn:
+            near = next((each for each in swept if each.endswith(f".{key}")), None)
+            hint = f"did you mean {near}?" if near else suggestion(key, swept)
+            if not swept:
+                hint = "list its values, e.g. seed=0,1,2"
+            raise UserError(f"sweep.{name}={key}: the runs do not differ in {key}; {hint}")
 
 
 def _is(node: DictConfig, name: str) -> bool:
@@ -220,6 +249,7 @@ def _of_each_run(results: Results) -> list[str]:
 def _by_sweeper(config: DictConfig, runner: Runner) -> None:
     results, hydra = runner.results, config.hydra
     words = [word for word in results.typed if head_of(word) != "hydra"]
+    words = [word for word in words if key_of(word) not in OF_ITS_TABLE]
     context: Any = partial(HydraContext, callbacks=Callback())  # type: ignore[arg-type]
     plugins = Plugins.instance()
     with runner.points.configs.explained(words), read_write(hydra), open_dict(hydra):

@@ -16,7 +16,7 @@ from dpframe.schedules import check_schedule, is_ours
 from dpframe.trainer.checks.keywords import ELSEWHERE_NAMES
 from dpframe.trainer.settings import TrainerSettings, check_seed, scale_settings
 from dpframe.util.files import refuse_url
-from dpframe.values import refuse_below
+from dpframe.values import refuse_below, shown
 
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
@@ -33,15 +33,32 @@ class SweepSettings:
     resume: str | None = None
     metric: str | None = None
     mode: str | None = None
+    over: Any = "seed"  # or a list of keys
+    compare: str | None = None
 
     def __post_init__(self) -> None:
         refuse_below("sweep.jobs", self.jobs)
+        if not all(type(key) is str for key in self.averaged):
+            raise UserError(
+                f"sweep.over={shown(self.over)} is neither a key nor a list of keys; use e.g. "
+                "sweep.over=[seed,data.fold]"
+            )
+        if self.compare is not None and self.compare in self.averaged:
+            raise UserError(
+                f"sweep.compare={self.compare}: sweep.over={shown(self.over)} takes means over it; "
+                "leave it out of one of them"
+            )
         if self.mode not in (None, "min", "max"):
             raise not_one_of("sweep.mode", self.mode, ("min", "max"))
         if self.mode is not None and self.metric is None:
             raise UserError(
                 f"sweep.mode={self.mode} goes with sweep.metric=NAME; set both, or neither"
             )
+
+    @property
+    def averaged(self) -> list[Any]:
+        """The keys of `over`."""
+        return _listed(self.over)
 
 
 TYPED: dict[str, type[Any]] = {"trainer": TrainerSettings, "sweep": SweepSettings}
@@ -108,8 +125,7 @@ class RunSettings:
     @property
     def skipped(self) -> list[Any]:
         """The patterns of `checkpoint_skip`."""
-        value = self.checkpoint_skip
-        return list(value) if isinstance(value, list | tuple) else [value] * (value is not None)
+        return _listed(self.checkpoint_skip)
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings) if f.name != "modes")
@@ -146,6 +162,11 @@ FLAGS = {  # what to type for an option of other programs that has not the name 
     "debug": "experiment=debug",
 }
 SWITCHES = {**FLAGS, "train": "mode=fit", "test": "test_after_fit=true"}  # keys of other programs
+
+
+def _listed(value: Any) -> list[Any]:
+    """Of one value, a list or null."""
+    return list(value) if isinstance(value, list | tuple) else [value] * (value is not None)
 
 
 @cache
