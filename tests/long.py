@@ -139,13 +139,11 @@ LONG = {
     "localsgd": """
         fewer_rounds_send_less_and_learn
         its_own_tests_pass_where_it_is_installed
-        what_its_readme_shows_is_what_it_prints
     """,
     "micro_batch": """
         a_batch_in_pieces_trains_as_one[data_parallel-3
         a_batch_in_pieces_trains_as_one[ddp-2
     """,
-    "model": "no_interval_is_better_than_the_best",
     "parametrized": """
         a_layer_without_weights_is_one_line[strategy2
         a_parametrized_task_trains_on_ranks_of_a_program_as_on_one_process[strategy1
