@@ -368,10 +368,10 @@ def served(content: bytes, before: Callable[[list[str]], object] = bool) -> Iter
 
 def downloading(folder: Path, url: str, digits: str, *more: str) -> list[str]:
     """The words of the guide's recipe, with another address."""
-    write(folder, {**files_of("README.md"), **files_of("docs/data.md")})
+    write(folder, files_of("docs/data.md"))
     given = [f"data.url={url}", f"data.sha256='{digits}'", "logger=none", "trainer.accelerator=cpu"]
     target = "data._target_=mine.downloaded.Downloaded"
-    return ["--config-dir=mine", "recipe=lines", target, "hydra.run.dir=run", *given, *more]
+    return ["--config-dir=mine", "recipe=points", target, "hydra.run.dir=run", *given, *more]
 
 
 def test_a_download_is_whole_or_not_there(tmp_path):

@@ -86,7 +86,8 @@ NOT_WRITTEN = {"name", "nodes", "uses_gpus", "choose_devices", "is_set_up"}
 def test_the_contract_of_a_strategy_names_each_member_and_each_collective():
     members = {name for name in vars(Strategy) if not name.startswith("_")} - NOT_WRITTEN
     collectives = {n for n, m in vars(GroupCollectives).items() if callable(m) and n[0] != "_"}
-    contract = text_of("docs/strategies.md").partition("## One in 20 lines")[0]
+    page = text_of("docs/strategies.md")
+    contract = page.partition("## The contract")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(?:self\.|strategy\.)?(\w+)", contract))
     assert members | collectives <= named, (members | collectives) - named
     assert len(contract.splitlines()) <= 60
@@ -132,8 +133,17 @@ SHOWN = {
         r"^epoch 1/\d+  step 60  train/loss \d.*val/loss [12]\.\d+",
     ),
     "--config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
-    "--config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
-    "--config-dir mine recipe=own_batches strategy=ddp trainer.gpus=2": (
+    "--config-dir mine recipe=points": ("", r"^step +batch 32 = 1 replica x 32$"),
+    "--config-dir mine recipe=points data._target_=mine.split.SplitData data.held_out=0.3": (
+        "",
+        r"^data +70 rows by __getitems__",
+    ),
+    "--config-dir mine recipe=points data._target_=mine.ready.ReadyData": (
+        "",
+        r"^step +batch 40 = 1 replica x 40$",
+    ),
+    "--config-dir mine recipe=points data._target_=mine.own_batches.OwnBatches strategy=ddp "
+    "trainer.gpus=2": (
         "trainer.accelerator=cpu",
         r"^step +a ready batch of each of 2 ranks$",
     ),
