@@ -66,7 +66,7 @@ class Means:
     def add(self, measured: Iterable[tuple[int, dict[str, Any]]]) -> None:
         """One (rows, output) a replica; an output with a `weight` counts that instead of rows.
 
-        Every process calls it as often, e.g. with nothing where it had no row of a batch."""
+        Every process calls it equally often, e.g. with nothing if it had no row of a batch."""
         self._reduced = None
         for rows, output in measured:
             self._kept.append((output, output.get("weight", rows)))
@@ -208,8 +208,8 @@ def _refuse_a_part(name: str, presence: Presence) -> None:
     if not math.isnan(always) and 0 < always < processes:
         raise UserError(
             f"{int(always)} of {int(processes)} processes return {name!r} in each step and the "
-            "others never, so that it would be the mean over a part of the rows; return or log it "
-            "on all of them"
+            "others never, so it would be a mean over only some of the rows; return or log it on "
+            "all of them"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a step may ask of the rows of its batch, of which its share are some."""
+"""What a step may ask about all rows of its batch, beyond those of its share."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -351,7 +351,7 @@ def _within(task: Any, name: str) -> CurrentShare:
         raise UserError(f"{type(task).__name__}.{name} was used outside of a step")
     if not current_share.total or current_share.places is None:
         raise UserError(
-            f"{type(task).__name__}.{name} is not known where ranks have rows of their own; "
+            f"{type(task).__name__}.{name} can't be computed where ranks have rows of their own; "
             "give all rows in each process"
         )
     return current_share

@@ -91,8 +91,8 @@ def _sequence(
         milestones = [round(m * total) if m < 1 else int(m) for m in milestones]
     if len(milestones) != len(parts) - 1 or any(end < start for start, end in pairwise(milestones)):
         raise UserError(
-            f"{key}.milestones={list(milestones)} do not fit {len(parts)} schedulers; use one less "
-            "than these, each later than the one before"
+            f"{key}.milestones={list(milestones)} do not fit {len(parts)} schedulers; use one "
+            "fewer than these, each later than the one before"
         )
     starts = [0, *milestones]
     made = []

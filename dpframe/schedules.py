@@ -23,7 +23,7 @@ class LRSchedule:
         return f"{type(self).__name__}({given})"
 
     def factor(self, step: int, steps: int) -> float:
-        """What the rates are multiplied by at this step, 0 at first, of so many."""
+        """The factor of the rates at this step of `steps`; the first step is 0."""
         raise NotImplementedError
 
     @property

@@ -114,8 +114,8 @@ class Supervised(Task):
             if given.is_floating_point() and prediction.shape != target.shape:
                 raise UserError(
                     f"Supervised: the net gives {list(prediction.shape)} and the target is "
-                    f"{list(target.shape)}, which the loss would combine each with each; make "
-                    "them alike, e.g. by targets of [rows, 1]"
+                    f"{list(target.shape)}, which the loss would broadcast; give both the same "
+                    "shape, e.g. by targets of [rows, 1]"
                 )
         loss: Any = self.loss
         output = {"loss": loss(prediction, given)}
@@ -164,8 +164,8 @@ def _check(loss: Any) -> None:
     reduction = _option(loss, "reduction", "mean")
     if reduction not in MEANS:
         raise UserError(
-            f"Supervised: the loss has reduction={reduction!r}, and would be another one on each "
-            'number of replicas; use reduction="mean"'
+            f"Supervised: the loss has reduction={reduction!r}, so it would depend on the number "
+            'of replicas; use reduction="mean"'
         )
 
 

@@ -164,7 +164,7 @@ def outcome(strategy: DDP, settings: dict[str, Any]) -> tuple[str, list[str], in
             fitted(data=Rows(20, 4, val=False), strategy=strategy, **given)
         except UserError as error:
             said = str(error)
-    draws = " draws random numbers, which are others on each rank"
+    draws = " draws random numbers, which differ between ranks"
     told = [w for w in warnings if not w.endswith("this changes the curve") and draws not in w]
     return said, told, max(steps.steps("on_step_end"), default=0)
 
@@ -269,8 +269,8 @@ def of_mixed(strategy: DDP) -> list[list[tuple[str, list[str]]]]:
 
 def test_a_hook_of_a_batch_or_a_step_that_draws_is_told_once():
     said = (
-        "{} draws random numbers, which are others on each rank, so that the curve is another one "
-        "if it depends on them: draw from a torch.Generator that all ranks seed alike, e.g. by "
+        "{} draws random numbers, which differ between ranks, so the curve changes if it depends "
+        "on them: draw from a torch.Generator that all ranks seed alike, e.g. by "
         "trainer.global_step"
     )
     mixed = said.format("Mixed.on_batch_start")

@@ -725,7 +725,7 @@ def test_a_checkpoint_by_file_alone_is_the_one_of_the_run(tmp_path):
         (["f1-{epoch"], "=f1-{epoch: expected '}' before end of string; use e.g. f1-{epoch}"),
         (["f1-{val/los}"], "=f1-{val/los}: val/los is not measured; did you mean val/loss?"),
         (["f1-{val/loss:d}"], "=f1-{val/loss:d}: Unknown format code 'd'"),
-        (["f1", "f1b"], "=f1b of one Checkpoint and f1 of another begin alike; begin them with"),
+        (["f1", "f1b"], "=f1b of one Checkpoint and f1 of another begin with the same text; begin"),
         ([None, "epoch-{val/loss}"], "=epoch-{val/loss} of one Checkpoint and epoch{epoch:04d} of"),
     ],
 )

@@ -176,7 +176,7 @@ WITH_TORCH = {
     "task.optimizer._target_=torch.optim.Sgd": "torch.optim has no Sgd; did you mean SGD?",
     "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
     "task.optimizer._target_=torh.optim.Adam": "there is no module torh; did you mean torch?",
-    "task.optimizer._target_=Adam": "=Adam is no whole path; write task.optimizer._target_=torch",
+    "task.optimizer._target_=Adam": "=Adam is not a complete path; write task.optimizer._target_=",
     "task.optimizer._target_=optim.sgd": "write task.optimizer._target_=torch.optim.SGD",
     "task.net._target_=nn.Linear": "write task.net._target_=torch.nn.Linear",
     "+callbacks.x._target_=EMA": "write callbacks.x._target_=dpframe.callbacks.EMA",

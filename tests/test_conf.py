@@ -200,7 +200,7 @@ def test_a_runs_name_ends_that_of_its_directory_and_leads_nowhere_else():
     day, _, name = job.run_dir.removeprefix("outputs/boston/").partition("_.._")
     assert (name, job.settings.tags) == ("off, a=b", ["ablation", "1"]) and "/" not in day
     assert composed(words).settings.name is None
-    said = {"name='a\nb'": "is no line of text", "tags=['a,b']": "'a,b' has a comma"}
+    said = {"name='a\nb'": "is not one line of text", "tags=['a,b']": "'a,b' has a comma"}
     for word, reason in said.items():
         with pytest.raises(UserError, match=reason):
             composed(["recipe=boston", word])

@@ -419,7 +419,7 @@ def test_an_epoch_that_a_run_resumes_in_has_the_order_that_it_would_have_had(nam
         (lambda: BatchSampler(DistributedSampler(ALL, 2, 0), 3, False), "DistributedSampler"),
         (lambda: count(), "without __len__: an endless order"),
         (lambda: BatchSampler(count(), 3, False), "without __len__: an endless order"),
-        (list, "train_sampler returned a list of no rows"),
+        (list, "train_sampler returned a list that draws no rows"),
         (lambda: [[1, 2], [17]], "row 17 of a data set of 17 rows"),
         (lambda: [[1, 2], [-18]], "row -18 of a data set of 17 rows"),
     ],

@@ -249,6 +249,6 @@ def test_ranks_that_thaw_other_weights_are_refused_at_once(tmp_path):
 def test_a_rank_that_gathers_alone_is_named_with_the_line_that_called(tmp_path):
     assert re.fullmatch(
         r"rank 0 called self.all_gather in training_step \(test_ddp.py, line \d+\), and rank 1 did "
-        "not; every rank that has rows has to call it as often in each step",
+        "not; every rank that has rows has to call it equally often in each step",
         refused(tmp_path, GathersAlone),
     )

@@ -204,8 +204,8 @@ def test_data_to_validate_on_are_by_rank_unless_they_are_alike_in_all_processes(
     is_of_all_rows = [value == pytest.approx(mean) for value in measured]
     assert is_of_all_rows == [False, True, False, True]  # noise, and rows that some have twice
     assert line == (
-        "Whole gives the same first rows on all ranks, and then more of them on some: "
-        "give all rows in each process, or other ones from the first row on"
+        "Whole gives the same first rows on all ranks, but more rows on some: "
+        "give all rows in each process, or different ones from the first row on"
     )
 
 

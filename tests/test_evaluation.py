@@ -218,7 +218,7 @@ def shape_of(value: Any) -> Any:
         ),
         (
             lambda ids: {"id" if 0 in ids else "number": ids},
-            "other parts for some batches (id, number); return the same parts for all",
+            "different parts for some batches (id, number); return the same parts for all",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_other_parts_in_a_later_piece_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(spooled, "HELD", 100)
     odd = Returns(lambda ids: {"a": ids} if ids[0] < 150 else {"b": ids})
     kept = Trainer(odd, Numbers("rows", 200)).predict(spool=tmp_path)
-    with pytest.raises(UserError, match=r"other parts for some batches \(a, b\)"):
+    with pytest.raises(UserError, match=r"different parts for some batches \(a, b\)"):
         kept.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -615,8 +615,8 @@ def predicted_alone(strategy: Strategy) -> str:
 def test_what_every_rank_has_to_call_is_refused_where_the_main_one_is_alone():
     said = on(FSDP(2, "cpu", timeout_seconds=10), predicted_alone)
     assert said == (
-        "trainer.whole_state_dict needs every rank, and on_predict_end is the main one's alone; "
-        "call it in on_predict_start"
+        "trainer.whole_state_dict needs every rank, and only the main one calls "
+        "on_predict_end; call it in on_predict_start"
     )
     assert predicted_alone(CPU()) == ""
 
@@ -644,7 +644,7 @@ def test_a_hook_gets_whole_weights_to_save_and_never_this_ranks_part_of_them():
         assert mine[name].keys() == wanted[name].keys()
         assert weights_apart(mine[name], wanted[name]) < EXACT, name
     line = (
-        "state_dict() has this rank's part of each weight, in a hook that sees whole ones, too; "
+        "state_dict() has this rank's part of each weight, even in a hook that sees whole ones; "
         "call trainer.whole_state_dict(MODULE) on every rank, and save what the main one gets"
     )
     assert mine["said"] == [line] * 3 and wanted["said"] == [""] * 3
@@ -840,7 +840,12 @@ REFUSED: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({}, Flat, {}, "LBFGS needs whole weights in each process, and FSDP cuts them; use strategy="),
     ({"shard": "net.blok.*"}, Deep, {}, "strategy.shard=net.blok.* matches no module of Deep; di"),
     ({"param_dtype": "bf16"}, Deep, {}, "strategy.param_dtype rounds what is gathered, and traine"),
-    ({}, Deep, {"precision": "fp16"}, "trainer.precision=fp16 can't be had with FSDP, whose ranks"),
+    (
+        {},
+        Deep,
+        {"precision": "fp16"},
+        "trainer.precision=fp16 can't be combined with FSDP, whose ranks",
+    ),
     ({}, Deep, {"on_nonfinite": "skip", "accumulate": 2}, "trainer.on_nonfinite=skip with a step "),
     ({}, Deep, {"compile": "max-autotune"}, "trainer.compile.mode=max-autotune records where we"),
     ({}, Deep, {"compile": WHOLE}, "trainer.compile.fullgraph=true wants one graph, and FSDP gath"),

@@ -148,7 +148,7 @@ def test_a_mode_that_is_unknown_is_told_before_its_keys_and_one_of_this_folder_w
     unknown, here = attempts(lines, tmp_path)
     assert unknown.err.startswith("dpframe: mode=lat is not one of fit, validate, "), unknown.err
     assert here.err == (
-        "dpframe: mode=hello is the project's in this folder, whose modes need an installation; "
+        "dpframe: mode=hello is a mode of the project in this folder, which has to be installed: "
         "pip install -e .\n"
     )
 

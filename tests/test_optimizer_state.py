@@ -240,7 +240,7 @@ OTHERS: dict[str, Any] = {
     "a schedule of groups": (
         partial(Moved, scheduler=partial(StepLR, step_size=1)),
         {"order": "last inner first"},
-        "StepLR keeps its rates in the order of the optimizer's groups, which is another one here",
+        "StepLR keeps its rates in the order of the optimizer's groups, which differs here",
     ),
     "fewer weights": (
         Fewer,
@@ -262,7 +262,9 @@ def test_other_groups_or_weights_of_an_optimizer_are_refused_in_one_line(case):
 def test_lbfgs_has_one_state_for_all_weights_in_their_order():
     make = partial(Moved, partial(LBFGS, max_iter=2))
     state = run(make, "first inner last", max_epochs=1).state_dict()
-    with pytest.raises(UserError, match="LBFGS keeps one state for all weights, whose order is"):
+    with pytest.raises(
+        UserError, match="LBFGS keeps one state for all weights, whose order differs"
+    ):
         run(make, "last inner first", state)
     state["optimizer"]["state"][0]["d"] = torch.zeros(3)
     with pytest.raises(UserError, match=r"LBFGS keeps \(3,\) numbers there, 56 here"):

@@ -72,7 +72,7 @@ def test_it_maximises_the_best_score_and_the_study_goes_on(tmp_path):
     best = rates.index(max(rates)) + 1
     assert f"best: run {best}, val/score {max(rates) * 3:.4g}, " in second.out
     assert without.code == 2
-    assert "that sweep was by hydra/sweeper=optuna; add this" in without.err
+    assert "that sweep used hydra/sweeper=optuna; add it" in without.err
 
 
 def test_a_trial_that_fails_is_told_and_the_others_go_on(tmp_path):

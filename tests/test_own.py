@@ -568,9 +568,9 @@ def refusals(strategy: Strategy) -> list[str]:
 def test_ranks_with_rows_of_their_own_have_no_exact_layers():
     keys = {"BatchNorm": NORM, "Dropout": DROP}
     assert on(DDP(2, "cpu"), refusals) == [
-        f"{key} with {how}: which rows make a batch depends on the number of ranks, so that no "
-        f"{kind} is the same on any; use {key.partition('=')[0]}=replica, or give all ranks the "
-        "same data"
+        f"{key} with {how}: which rows make a batch depends on the number of ranks, so no "
+        f"{kind} can be the same on all; use {key.partition('=')[0]}=replica, or give all ranks "
+        "the same data"
         for kind, key in keys.items()
         for how in ("data.divided=by_rank", "data.divide_streams=true")
     ]

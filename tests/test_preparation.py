@@ -187,7 +187,7 @@ def test_a_failure_of_it_is_that_of_the_job(where, tmp_path):
     [
         ("refuse", "there is no network; copy the file"),
         ("set", "Failing.prepare_data sets self.names, which no other process would have: it runs "
-         "in one of each machine; write files there, and read them in setup"),
+         "in one process of each machine; write files there, and read them in setup"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_it_is_one_line(where, how, line, tmp_path):

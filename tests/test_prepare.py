@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "odd": (Odd, Rows, {}, "configure_optimizer"),
     "limit": (Small, Rows, {"clip_norm": {"first": 1.0}}, "there is no such optimizer"),
     "pair": (Pair, Rows, {}, "has several optimizers"),
-    "closure": (partial(Small, LBFGS), Rows, {"clip_norm": 1.0}, "can't be had with LBFGS"),
+    "closure": (partial(Small, LBFGS), Rows, {"clip_norm": 1.0}, "can't be combined with LBFGS"),
     "block": (Small, Rows, {"checkpoint_activations": ["net.9"]}, "net.9"),
     "monitor": (Small, Rows, WAITS, "val/los"),
     "plateau": (PLATEAU, Rows, {"plateau_monitor": "val/los"}, "plateau_monitor"),

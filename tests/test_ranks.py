@@ -619,7 +619,7 @@ def test_ranks_that_contradict_themselves_are_refused(monkeypatch, variables):
     for name, value in (whole | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        UserError, match="^no rank of strategy=ddp can have .*; start this"
+        UserError, match="^the environment .* fits no rank of strategy=ddp; start this"
     ) as error:
         read_rank()
     for name, value in variables.items():

@@ -153,7 +153,7 @@ def test_the_files_of_a_sweep_have_what_the_table_has(tmp_path):
 )
 def test_a_file_that_no_sweep_has_written_is_one_line(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(UserError, match=r"sweep\.json (can't be read|is not as a sweep)"):
+    with pytest.raises(UserError, match=r"sweep\.json (can't be read|is not what a sweep)"):
         read_earlier(tmp_path)
 
 

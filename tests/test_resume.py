@@ -273,7 +273,7 @@ def test_a_resume_on_other_replicas_within_an_epoch_is_exact_with_both_keys(tmp_
 def test_a_resume_on_other_replicas_within_an_epoch_says_what_makes_another_curve(tmp_path):
     said = [on(each, resumed_layers, str(tmp_path), until, False)[-1] for each, until in PARTS]
     own = (
-        "within an epoch, so that the curve is another one from here on: 1 BatchNorm and 1 Dropout "
+        "within an epoch, so the curve changes from here on: 1 BatchNorm and 1 Dropout "
         "layers see each replica's rows alone: trainer.batch_norm=global trainer.dropout=row"
     )
     # The third is on as many replicas, and the last one begins an epoch.

@@ -126,7 +126,7 @@ def test_schedulers_within_one_are_resumed_within_an_epoch_to_the_bit(step):
 @pytest.mark.parametrize(
     "schedulers, milestones, said",
     [
-        ([StepLR, StepLR], [3, 4], r"milestones=\[3, 4\] do not fit 2 schedulers; use one less"),
+        ([StepLR, StepLR], [3, 4], r"milestones=\[3, 4\] do not fit 2 schedulers; use one fewer"),
         ([StepLR, StepLR, StepLR], [4, 3], r"milestones=\[4, 3\] do not fit 3 schedulers"),
         (
             [RISE, CosineAnnealingLR],

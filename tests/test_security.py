@@ -60,7 +60,7 @@ vars: {net: torch.nn.Linear}
 GROUPED = NAMED.replace("named", "grouped").replace("vars.net", "callbacks.net")
 COPY = "{_target_:shutil.copyfile,_args_:[mine/tasks.py,canary]}"
 SPAWN = "{_target_:setuptools._distutils.spawn.spawn,_args_:[[touch,canary]]}"
-DATA, NONE, GONE = "a run directory is data; if", "there is no such", "can't be used"
+DATA, NONE, GONE = "not taken from a run directory; if", "there is no such", "can't be used"
 # Reads as a mapping with a `_target_`, once what stands for it is filled in.
 HALVES = (
     r"\\\{_tar${oc.env:NOPE,get_}\\\: shutil.copyfile\\\, _ar${oc.env:NOPE,gs_}\\\: \\\[a\\\]\\\}"

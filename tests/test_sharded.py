@@ -294,7 +294,7 @@ def test_a_checkpoint_in_parts_becomes_one_file_that_goes_on_anywhere(
     with pytest.raises(UserError, match="whole.ckpt is there already; name another directory by"):
         checkpoint.join(saved, target)
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
-    with pytest.raises(UserError, match="weights.pt holds weights alone, so no run can go on from"):
+    with pytest.raises(UserError, match="weights.pt holds only weights, so no run can go on from"):
         checkpoint.join(tmp_path / "weights.pt", tmp_path / "another/last.ckpt")
 
 

@@ -874,8 +874,8 @@ class Squeezed(Small):
         return {"loss": (self.net(batch[0]) - batch[1]).square().mean(), "most": batch[1].max()}
 
 
-ALONE = "depends on which rows are in a batch, so that another batch size, or several replicas, "
-ALONE += "would train by another one; "
+ALONE = "depends on which rows are in a batch, so it would change with the batch size and the "
+ALONE += "number of replicas; "
 OFF = "; trainer.share_check=off leaves this check out"
 COMPARES = "that is right for one that compares rows, e.g. a contrastive loss; else return the "
 COMPARES += 'mean over rows, or its "weight"'

@@ -301,7 +301,7 @@ def test_ranks_talk_by_the_backend_of_their_devices(kind, backend):
          "for them; use strategy=single_gpu, or trainer.accelerator=cpu to rehearse"),
         ("mps", 1, DDP(2), "trainer.gpus=2 but this machine has 1 MPS device; use trainer.gpus=1"),
         ("xpu", 2, DataParallel(), "strategy=data_parallel on 2 XPU devices: torch copies modules "
-         "to CUDA devices alone; use strategy=ddp"),
+         "only to CUDA devices; use strategy=ddp"),
     ],
 )  # fmt: skip
 def test_what_torch_can_not_do_on_a_kind_of_device_is_refused_in_one_line(

@@ -180,10 +180,10 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "Supervised: loss=MSELoss; pass an object, e.g. torch.nn.CrossEntropyLoss(), a function, "
         'or a name, e.g. "cross_entropy"'),
     (lambda: Supervised(nn.Linear(3, 1), nn.MSELoss(reduction="sum")),
-        "Supervised: the loss has reduction='sum', and would be another one on each number of "
+        "Supervised: the loss has reduction='sum', so it would depend on the number of "
         'replicas; use reduction="mean"'),
     (lambda: Supervised(nn.Linear(3, 1), partial(functional.l1_loss, reduction="none")),
-        "Supervised: the loss has reduction='none', and would be another one on each number of "
+        "Supervised: the loss has reduction='none', so it would depend on the number of "
         'replicas; use reduction="mean"'),
     (lambda: Supervised(nn.Linear(3, 1), "mse_loss", input="x"),
         "Supervised: input and target are the keys of a batch; pass both"),
@@ -203,11 +203,11 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "Supervised: a batch is a dict of y, not one with 'x' and 'z'; set task.input and "
         "task.target"),
     (lambda: Supervised(nn.Linear(3, 1).double(), "mse_loss").training_step((X, AMOUNT[:, 0])),
-        "Supervised: the net gives [40, 1] and the target is [40], which the loss would combine "
-        "each with each; make them alike, e.g. by targets of [rows, 1]"),
+        "Supervised: the net gives [40, 1] and the target is [40], which the loss would "
+        "broadcast; give both the same shape, e.g. by targets of [rows, 1]"),
     (lambda: Supervised(nn.Linear(3, 1).double(), nn.BCEWithLogitsLoss()).training_step((X, CLASS)),
-        "Supervised: the net gives [40, 1] and the target is [40], which the loss would combine "
-        "each with each; make them alike, e.g. by targets of [rows, 1]"),
+        "Supervised: the net gives [40, 1] and the target is [40], which the loss would "
+        "broadcast; give both the same shape, e.g. by targets of [rows, 1]"),
 ]  # fmt: skip
 
 

@@ -351,8 +351,8 @@ def but_first(task: Any, x: Tensor) -> None:
 
 ALONE = (
     "has ended its step without the self.all_gather, or the BatchNorm of "
-    "trainer.batch_norm=global, in which another one waits; call it as often on all replicas, "
-    "whatever their rows"
+    "trainer.batch_norm=global, in which another replica waits; call it equally often on all "
+    "replicas, whatever their rows"
 )
 REFUSED = {
     "a list": (

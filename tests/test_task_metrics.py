@@ -307,7 +307,7 @@ def test_a_mean_that_counts_each_share_alike_is_told_once(count, is_told, caplog
         count(task.mean, torch.arange(rows) / 2)
     for _ in range(2):
         held.results("train", {})
-    told = "mean counts each call alike, not each row: where shares are uneven, its mean is another"
+    told = "mean weights each call equally, not each row: if shares are uneven, its mean differs"
     assert [told in message for message in caplog.messages] == [True] * is_told
 
 
@@ -549,8 +549,8 @@ def test_a_metric_that_can_not_be_told_apart_or_counted_is_refused(metrics, stra
 
 def test_processes_that_share_states_between_other_metrics_are_refused():
     """torchmetrics decides by the first batch: here one of a process's rows where two agree."""
-    message = "Top.top has metrics with the same states on some processes and other states on "
-    with pytest.raises(UserError, match=message + r"others; use .* compute_groups=False"):
+    message = "Top.top shares states between different metrics on different "
+    with pytest.raises(UserError, match=message + r"processes; use .* compute_groups=False"):
         on(DDP(2, "cpu"), validated_on)
 
 

@@ -252,7 +252,7 @@ def test_loaders_keep_their_batches_and_orders_through_a_resume():
 
 def test_a_set_with_fewer_rows_than_replicas_is_told(caplog):
     fitted(None, Two({"few": 5, "many": 6}), make=Named, strategy=DataParallel(3, "cpu"))
-    line = "3 replicas share the rows of few, of which a batch may have 1: a share without any has"
+    line = "3 replicas share the rows of few, of which a batch may have 1: the dict of a share"
     assert line in caplog.text and "rows of many, of which" not in caplog.text
 
 
@@ -279,7 +279,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sets": ROWS}, r"for few, many, and none for Given.train_dataset\(\); use one number"),
     ({"batch_size": {"few": 4, "many": 0}}, "data.batch_size.many=0 is out of range; use 1"),
     ({"batch_size": "4"}, "=4 is text; use a whole number or a whole number for each training"),
-    ({"sets": {"few": Stream(ROWS)}}, r"\['few'\] is a Stream, and of several sets in a step each"),
+    (
+        {"sets": {"few": Stream(ROWS)}},
+        r"\['few'\] is a Stream, and with several sets in a step each",
+    ),
     ({"sets": {"few": None}}, r"\['few'\] returned None; return a data set"),
     ({"sets": {"a b": ROWS}}, "has a data set named 'a b'"),
     ({"sets": Splits(train=ROWS)}, "returned a Splits of train; return one"),

@@ -489,7 +489,7 @@ def test_an_optimizer_that_computes_gradients_itself_is_not_clipped(key, value):
     with pytest.raises(UserError) as caught:
         fitted(small(LBFGS), **{key: value})
     assert str(caught.value) == (
-        f"trainer.{key}=1.0 can't be had with LBFGS, which computes the gradients of a step "
+        f"trainer.{key}=1.0 can't be combined with LBFGS, which computes the gradients of a step "
         f"several times; use trainer.{key}=null, or another optimizer"
     )
 

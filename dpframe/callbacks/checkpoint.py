@@ -187,8 +187,8 @@ class Checkpoint(Callback):
             names = sorted([self.pattern.prefix, other.pattern.prefix])
             if names[1].startswith(names[0]):
                 raise UserError(
-                    f"{KEY}.file={other.pattern.text} of one Checkpoint and "
-                    f"{self.pattern.text} of another begin alike; begin them with other words"
+                    f"{KEY}.file={other.pattern.text} of one Checkpoint and {self.pattern.text} "
+                    "of another begin with the same text; begin them differently"
                 )
 
     def _judge_all(self, trainer: "Trainer", judges: Callable[["Checkpoint"], bool]) -> list[str]:
@@ -210,7 +210,7 @@ class Checkpoint(Callback):
         if not self.is_chosen and self.monitor.name not in trainer.metrics:
             if is_first and trainer.strategy.is_main:
                 log.warning(
-                    "%s is not measured, so that %s alone is kept; set %s.monitor, there is: %s",
+                    "%s is not measured, so only %s is kept; set %s.monitor, there is: %s",
                     *(self.monitor.name, LAST, KEY, ", ".join(trainer.metrics) or "nothing"),
                 )
             return []

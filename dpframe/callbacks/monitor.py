@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("dpframe")
-GROW = {  # words of metrics of which more is better
+GROW = {  # words in names of metrics that are better when higher
     *("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision"),
     *("psnr", "r2", "recall", "ssim"),
 }

@@ -50,7 +50,7 @@ class Throughput(Callback):
         has_threads = strategy.replicas > strategy.world_size or strategy.has_fixed_shares
         if self.is_to_count and has_threads:  # of which torch's counter sees one
             self.is_to_count = False
-            log.info("callbacks.throughput counts operations where each replica has a process")
+            log.info("callbacks.throughput needs a process for each replica to count operations")
         name_of = getattr(torch.get_device_module(strategy.device), "get_device_name", None)
         peak = None if name_of is None else peak_flops(name_of(strategy.device))
         self._peak = 1e12 * self.peak_tflops if self.peak_tflops else peak

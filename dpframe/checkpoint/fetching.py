@@ -38,7 +38,7 @@ def tell(**facts: Any) -> None:
 
 
 def fetch(pairs: list[list[str]], known: str | None) -> str | None:
-    """The version, or None: the server tells none, so that it may be another one each time."""
+    """The version, or None: the server tells none, so it may differ each time."""
     from fsspec.core import url_to_fs
 
     version = None

@@ -99,7 +99,7 @@ def join(path: Path, target: Path) -> int:
     del state["file"]
     if "progress" not in state:
         raise UserError(
-            f"checkpoint={path} holds weights alone, so no run can go on from it; use "
+            f"checkpoint={path} holds only weights, so no run can go on from it; use "
             "export.formats=[weights]"
         )
     if target.exists():

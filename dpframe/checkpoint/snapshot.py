@@ -10,8 +10,8 @@ from dpframe.devices import memory
 from dpframe.devices.accelerator import has_streams, processes_here
 
 CPU = torch.device("cpu")
-SHARE_OF_FREE = 4  # copies on the device itself take at most one in so many of its free bytes
-SHARE_OF_HOST = 8  # pinned memory of all processes takes at most one in so many of the bytes
+SHARE_OF_FREE = 4  # copies on the device itself take at most 1/n of its free bytes
+SHARE_OF_HOST = 8  # pinned memory of all processes takes at most 1/n of the bytes
 SMALL_PIECE, LARGE_PIECE = 2**20, 2**26  # bytes of pinned memory that tensors share
 ALIGNED = 64  # bytes
 Memory = dict[tuple, list[Tensor]]

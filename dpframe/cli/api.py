@@ -56,8 +56,8 @@ def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Resu
     for word in overrides:
         if not isinstance(word, str) or word.startswith("-"):
             raise UserError(
-                f"dpframe.run: {word!r} is not an override; pass key=value texts, config_dir=DIR, "
-                "and several values by several calls"
+                f"dpframe.run: {word!r} is not an override; pass key=value texts and "
+                "config_dir=DIR; for several values call it once for each"
             )
     with ALONE, hydra_kept():
         job = composed([*overrides, *typed(settings)], config_dir=config_dir)

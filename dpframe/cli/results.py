@@ -211,7 +211,7 @@ def read_earlier(directory: Path) -> Earlier:
     is_sound &= all(type(number) in (int, float) for number in numbers)
     is_sound &= all(type(run.number) is int and run.status in STATES for run in runs)
     if not is_sound:
-        raise UserError(f"{path} is not as a sweep writes it; use another sweep's directory")
+        raise UserError(f"{path} is not what a sweep writes; use another sweep's directory")
     return Earlier(overrides, sweeper, runs)
 
 

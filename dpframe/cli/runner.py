@@ -212,7 +212,7 @@ class Runner:
 
 
 def _new_values_first(new: Sequence[Result]) -> list[Result]:
-    """In turn; of many points, those first that bring a value, of which one may be a typo."""
+    """In turn; of many points, first those that bring a new value, since one may be a typo."""
     if len(new) <= AHEAD:
         return list(new)
     first, seen = list[Result](), set[str]()

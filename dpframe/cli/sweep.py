@@ -123,8 +123,8 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
     is_chosen = any(override.startswith("hydra/sweeper=") for override in new)
     if before.sweeper != "basic" and not is_chosen:
         raise UserError(
-            f"sweep.resume={name}: that sweep was by hydra/sweeper={before.sweeper}; add this and "
-            "its settings, as you typed them then"
+            f"sweep.resume={name}: that sweep used hydra/sweeper={before.sweeper}; add it and its "
+            "settings, as you typed them then"
         )
     refuse_calls([each for each in saved if each not in given], f"sweep.resume={name}")
     return before, [*saved, *new]

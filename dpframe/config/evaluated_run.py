@@ -39,7 +39,7 @@ DECIDING = ("task", "data", "seed", "trainer.precision")
 def describe_differences(
     job: Composed, state: Mapping[str, Any], *, task: Task, data: DataModule
 ) -> list[str]:
-    """The lines to log: the run's overrides, and each value that is typed as another one here."""
+    """The lines to log: the run's overrides, and each value that is typed differently here."""
     what = f"checkpoint={job.start}"
     theirs = _fingerprint(what, state)
     if "task._target_" not in theirs:  # made from Python, without a config

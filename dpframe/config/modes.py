@@ -88,7 +88,7 @@ def refuse_unknown(name: str) -> None:
         raise UserError(f"mode={name} is not installed; {UNINSTALLED[name]}")
     if name in plugins.modes_here():
         raise UserError(
-            f"mode={name} is the project's in this folder, whose modes need an installation; "
-            "pip install -e ."
+            f"mode={name} is a mode of the project in this folder, which has to be installed: pip "
+            "install -e ."
         )
     raise not_one_of("mode", name, names(), meant=MEANT.get(name))

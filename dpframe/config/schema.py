@@ -96,7 +96,7 @@ class RunSettings:
         modes.refuse_unknown(self.mode)
         check_seed(self.seed)
         if not (self.name or "").isprintable():
-            raise UserError(f"name={self.name!r} is no line of text; notes=… may have several")
+            raise UserError(f"name={self.name!r} is not one line of text; notes=… may have several")
         if comma := next((tag for tag in self.tags if "," in tag), None):
             raise UserError(f"tags: {comma!r} has a comma, which ends a tag; use tags=[a,b]")
         if self.resume is not None and self.mode != "fit":

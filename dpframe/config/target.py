@@ -34,7 +34,7 @@ def find(path: str, where: str) -> Any:
     target = _import(parts[0], given)
     if target is None:
         if whole := in_full(path):
-            raise UserError(f"{given} is no whole path; write {where}={whole}")
+            raise UserError(f"{given} is not a complete path; write {where}={whole}")
         if extra := EXTRAS.get(parts[0]):
             raise UserError(f"{given} needs {parts[0]}; pip install 'dpframe[{extra}]'")
         names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]

@@ -21,9 +21,9 @@ def refuse_calls(saved: Sequence[str], what: str) -> None:
     """`saved` are overrides of a directory, which are taken unless they are typed again."""
     if calls := [override for override in saved if must_be_typed(override)]:
         raise UserError(
-            f"{what}: its overrides say what is called, sent or read, or where files go, or may do "
-            f"so, and a run directory is data; if they are yours, type them again: "
-            f"{shlex.join(calls)}"
+            f"{what}: some of its overrides choose what code is called, or what is read, written "
+            "or sent, and these are not taken from a run directory; if they are yours, type them "
+            f"again: {shlex.join(calls)}"
         )
 
 
@@ -61,8 +61,8 @@ def refuse_calls_by_reference(
     for key in by_reference:
         if OmegaConf.select(config, key, throw_on_resolution_failure=False) != there[key]:
             raise UserError(
-                f"{what}: its overrides make {key}={there[key]}, and a run directory is data; if "
-                f"you mean that, type it: {key}={there[key]}"
+                f"{what}: its overrides make {key}={there[key]}, which is not taken from a run "
+                f"directory; if you mean it, type it: {key}={there[key]}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a data worker answers: a batch or an error, of which each arrives whole."""
+"""What a data worker answers: a batch or an error, whole."""
 
 import pickle
 from collections.abc import Callable

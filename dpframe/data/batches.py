@@ -1,4 +1,4 @@
-"""Ready batches: any iterable of them, of which each rank iterates its own."""
+"""Ready batches: each rank iterates a loader of its own."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,13 +18,13 @@ DEEPEST = 8  # attributes of attributes, e.g. Subset.dataset.datasets[1].transfo
 OF_COLLATE = 2  # of a method's object, e.g. a DataModule, its attributes
 MOST = 10_000  # values that are looked at
 ITEMS = 1_000  # of a list or a dict, from all over it
-HASHED_BYTES = 1 << 24  # of all arrays, whose changes nobody counts; of a larger one some pieces
+HASHED_BYTES = 1 << 24  # of all arrays, which count no changes; of a larger one some pieces
 PIECES = 16
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 WHOLE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # not looked into
 
 Contents = dict[str, Any]
-"""By the name of each attribute, what tells its value from another one."""
+"""By the name of each attribute, what tells its value from a different one."""
 
 
 def contents_of(value: Any, name: str, *, deepest: int = DEEPEST) -> Contents:
@@ -40,7 +40,7 @@ def contents_of(value: Any, name: str, *, deepest: int = DEEPEST) -> Contents:
 
 
 def changed(before: Contents, now: Contents) -> str:
-    """The name of a value that is another one, or that is only in one of them; empty if none is."""
+    """The name of a value that has changed, or that is only in one of them; empty if none has."""
     names = [*now, *(name for name in before if name not in now)]
     return next((name for name in names if before.get(name) != now.get(name)), "")
 

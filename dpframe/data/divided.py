@@ -20,11 +20,11 @@ from dpframe.data.reading import set_epoch
 from dpframe.data.shuffle import COMPUTED
 
 LOOKED_AT = 2  # rows from the first one on; of a data set with a length also a middle and the last
-CLOSE = 1e-3  # of floats, which other machines may compute a little otherwise
+CLOSE = 1e-3  # of floats, which other machines may round differently
 
 
 class Floats(NamedTuple):
-    """Of a tensor, what tells it from another one."""
+    """What tells a tensor from a different one."""
 
     shape: tuple[int, ...]
     sums: list[float]
@@ -103,9 +103,9 @@ def unlike(
     *,
     is_said: bool = False,
 ) -> str:
-    """How the data set is another one in some process; empty if it is the same in all of them.
+    """How the data set differs between processes; empty if it is the same in all of them.
 
-    Rows that are another each time they are read, or that can't be read, tell nothing, unless it
+    Rows that change at each reading, or that can't be read, tell nothing, unless it
     `is_said` that each process has rows of its own. What is read is a copy, whose own generators go
     on from one look to the next."""
     dataset = Copies().of(dataset)
@@ -127,7 +127,7 @@ def unlike(
 
 
 class ByRank:
-    """As `Division`, of a data set of which each process has a part of its own."""
+    """As `Division`, for a data set of which each process has its own part."""
 
     workers = 1
 

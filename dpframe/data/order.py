@@ -155,7 +155,8 @@ class SamplerOrder:
         drawn = self.agree(self._draw(epoch))
         if not drawn:
             raise UserError(
-                f"{self.label} a {type(self.sampler).__name__} of no rows; make it draw some"
+                f"{self.label} a {type(self.sampler).__name__} that draws no rows; make it "
+                "draw some"
             )
         if not isinstance(drawn, array):
             if self.drop_last:
@@ -256,8 +257,8 @@ def _onward(order: Order | SamplerOrder, batch: int) -> Iterator[Tensor]:
         if isinstance(order, SamplerOrder) and (made := len(order.epoch(epoch))) != order.batches:
             raise UserError(
                 f"{order.label} a {type(order.sampler).__name__} that makes {made} batches in "
-                f"epoch {epoch} and {order.batches} in the first one; of several sets in a step "
-                "each has to have as many in each epoch"
+                f"epoch {epoch} and {order.batches} in the first one; with several sets in a "
+                "step, each needs the same number in every epoch"
             )
         yield from order.epoch(epoch, skipped if epoch == first else 0)
 

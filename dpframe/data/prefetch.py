@@ -17,7 +17,7 @@ from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
 
 DEPTH = 3  # steps that the host may be in front of the GPU: the batch of each takes memory there
-SHARE_OF_FREE = 10  # data_on_device=auto takes at most one in so many of the device's free bytes
+SHARE_OF_FREE = 10  # data_on_device=auto takes at most 1/n of the device's free bytes
 
 Epoch = Callable[..., Iterator[Batch]]
 ToDevice = Callable[[list[Share]], Any]

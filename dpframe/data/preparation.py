@@ -57,5 +57,6 @@ def _refuse_changed(data: DataModule, before: dict[str, Any]) -> None:
     if changed:
         raise UserError(
             f"{type(data).__name__}.prepare_data sets self.{changed[0]}, which no other process "
-            "would have: it runs in one of each machine; write files there, and read them in setup"
+            "would have: it runs in one process of each machine; write files there, and read "
+            "them in setup"
         )

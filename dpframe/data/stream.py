@@ -1,4 +1,4 @@
-"""Streams: rows that come in an order of their own, read by every rank alike or divided."""
+"""Streams: rows in an order of their own, which every rank reads whole, or which are divided."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy

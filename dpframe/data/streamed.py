@@ -77,7 +77,7 @@ class Streamed:
 
     def seek(self, places: list[Any], ranks: int) -> None:
         """The next epoch goes on where all ranks were. A stream that is not divided is at one place
-        for all of them, and one that is divided otherwise now is read again."""
+        for all of them, and one that is divided differently now is read again."""
         if not places or None in places:
             return
         is_same = len(places) == ranks
@@ -121,8 +121,8 @@ class Streamed:
         total, processes = tally([float(rows), 1.0])
         if self._division is None and total != rows * processes:
             raise UserError(
-                f"{self._reader.name} gives the same first rows on all ranks, and then more of "
-                "them on some: give all rows in each process, or other ones from the first row on"
+                f"{self._reader.name} gives the same first rows on all ranks, but more rows on "
+                "some: give all rows in each process, or different ones from the first row on"
             )
         return int(total) if self._division else rows
 

@@ -58,8 +58,8 @@ def together(sources: dict[str, Source], data: DataModule) -> Source:
     for source in sources.values():
         if isinstance(source.dataset, IterableDataset):
             raise UserError(
-                f"{source.method} is a {type(source.dataset).__name__}, and of several sets in a "
-                "step each has to have a length and rows by number; return a stream alone"
+                f"{source.method} is a {type(source.dataset).__name__}, and with several sets in "
+                "a step each needs __len__ and __getitem__; return a stream by itself"
             )
     if data.length not in (*LENGTHS, *sources):
         raise not_one_of("data.length", data.length, (*LENGTHS, *sources))

@@ -64,13 +64,13 @@ def read_rank() -> Rank:
             return this
     if find_launcher() == "mpirun" and not address["MASTER_ADDR"]:
         raise UserError(
-            "mpirun tells the ranks of several machines not where to meet; add "
-            "-x MASTER_ADDR=HOST -x MASTER_PORT=29500, with the machine of rank 0 (with MPICH and "
+            "mpirun does not tell the ranks of several machines where to meet; add -x "
+            "MASTER_ADDR=HOST -x MASTER_PORT=29500, with the machine of rank 0 (with MPICH and "
             "Intel MPI: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
         )
     shown = " ".join(f"{name}={value or '(unset)'}" for name, value in (values | address).items())
     raise UserError(
-        f"no rank of strategy=ddp can have the environment {shown}; start this program by torchrun "
+        f"the environment {shown} fits no rank of strategy=ddp; start this program by torchrun "
         "--nproc-per-node=N, or use the command, dpframe … strategy=ddp"
     )
 

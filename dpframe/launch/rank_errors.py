@@ -91,7 +91,7 @@ def explain(faults: list[Fault]) -> RankFailed | UserError:
 
 
 def _explain_lone_gather(faults: list[Fault]) -> UserError | None:
-    """The line for ranks of which some waited in `self.all_gather`, and others elsewhere."""
+    """The line if some ranks waited in `self.all_gather`, and others elsewhere."""
     calls = {fault.rank: place for fault in faults if (place := _find_gather(fault))}
     others = [fault for fault in faults if fault.rank not in calls]
     if not (calls and others and all(fault.is_consequence for fault in faults)):
@@ -99,7 +99,7 @@ def _explain_lone_gather(faults: list[Fault]) -> UserError | None:
     rank, place = min(calls.items())
     error = UserError(
         f"rank {rank} called self.all_gather in {place}, and rank {others[0].rank} did not; every "
-        "rank that has rows has to call it as often in each step"
+        "rank that has rows has to call it equally often in each step"
     )
     error.details = "\n".join(fault.text for fault in faults)
     return error

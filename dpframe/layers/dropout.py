@@ -100,7 +100,7 @@ def begin(share: CurrentShare, device: torch.device) -> None:
         )
     if not share.total or share.places is None:
         raise UserError(
-            "dropout by row is not known where ranks have rows of their own; use "
+            "dropout by row can't be computed where ranks have rows of their own; use "
             "trainer.dropout=replica, or give all rows in each process"
         )
     context = share.context

@@ -124,7 +124,7 @@ class RowDropout(Exact):
             )
 
     def takes(self, dim: int, ndim: int) -> bool:
-        """Whether dimension `dim` of inputs with so many may be the rows."""
+        """Whether dimension `dim` of inputs with `ndim` dimensions may be the rows."""
         of = own_class(self)
         if issubclass(of, nn.FeatureAlphaDropout):
             return dim == 0 and ndim > 1

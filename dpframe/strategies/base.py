@@ -175,8 +175,8 @@ class Strategy:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""
 
     def check_skips(self, accumulate: int) -> None:
-        """Before training that may leave out a step after some of its `accumulate` backwards, of
-        which pieces of a batch are several."""
+        """Before training that may leave out a step after some of its `accumulate` backwards;
+        pieces of a batch are a backward each."""
 
     def check_gradients(self) -> None:
         """Before each optimizer update: refuses gradients that are not the whole job's."""

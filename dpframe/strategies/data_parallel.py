@@ -28,7 +28,7 @@ class DataParallel(Strategy, takes_logical_shares=True):
         if self.replicas > 1 and kind not in ("cpu", "cuda"):  # torch's replicate copies for these
             raise UserError(
                 f"strategy=data_parallel on {self.replicas} {kind.upper()} devices: torch copies "
-                "modules to CUDA devices alone; use strategy=ddp"
+                "modules only to CUDA devices; use strategy=ddp"
             )
         self.take(self.places[0])
         self.replicates_task = self.replicas > 1 and self.device.type != "cpu"
@@ -272,7 +272,7 @@ class Meeting:
         return [thread.value for thread in self.threads]
 
     def _go_on(self, index: int, has_what_it_needs: Callable[[], bool] = lambda: True) -> None:
-        """When it is this replica's turn, or another one has failed."""
+        """When it is this replica's turn, or a different one has failed."""
         in_turn = self._take_turn is not None
         self._condition.wait_for(
             lambda: (
@@ -300,8 +300,8 @@ class Meeting:
 def _left_alone(index: int) -> UserError:
     return UserError(
         f"replica {index} has ended its step without the self.all_gather, or the BatchNorm of "
-        "trainer.batch_norm=global, in which another one waits; call it as often on all replicas, "
-        "whatever their rows"
+        "trainer.batch_norm=global, in which another replica waits; call it equally often on all "
+        "replicas, whatever their rows"
     )
 
 

@@ -83,7 +83,7 @@ class DDP(Processes, takes_logical_shares=True):
     def begin_step(self, module: Any) -> nn.Module:
         """A reducer knows the weights that were trained when it was made: others need another."""
         inner = getattr(module, "module", module)
-        if inner not in self.wrapped:  # a subclass has wrapped it otherwise
+        if inner not in self.wrapped:  # a subclass has wrapped it in its own way
             return module
         now = self.wrapped[inner]
         if now is None or now.is_outdated():

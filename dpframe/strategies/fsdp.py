@@ -137,8 +137,8 @@ class FSDP(Processes):
         if accumulate > 1:
             raise UserError(
                 f"trainer.on_nonfinite=skip with a step of {accumulate} backwards or more: "
-                "strategy=fsdp has the gradients of the first ones where nothing can leave them "
-                "out; use trainer.accumulate=1 trainer.micro_batch=null, or strategy=ddp"
+                "strategy=fsdp can't take back the gradients of the first ones; use "
+                "trainer.accumulate=1 trainer.micro_batch=null, or strategy=ddp"
             )
 
     def check_gradients(self) -> None:
@@ -313,8 +313,8 @@ def gathered_in(task: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def refuse_lost(task: Any, changed: str) -> NoReturn:
     kind = task.own_class.__name__
     raise UserError(
-        f"{kind}.training_step changes {changed}, which fsdp has gathered for this step alone, so "
-        "that the change would be lost; change it in on_step_end, or use strategy=ddp"
+        f"{kind}.training_step changes {changed}, which fsdp has gathered only for this step, so "
+        "the change would be lost; change it in on_step_end, or use strategy=ddp"
     )
 
 

@@ -141,8 +141,8 @@ class Processes(Strategy):
         own = len(split(range(total), self.world_size)[self.rank])
         if len(self.split_rows(range(total))[0]) != own:
             raise UserError(
-                f"{self.name} cuts batches in a way of its own, and gathers rows as ddp does; "
-                "override gather_rows, too"
+                f"{self.name} cuts batches in its own way, and gathers rows as ddp does; override "
+                "gather_rows, too"
             )
         each = len(x) // own
         return GatherRows.apply(x, each * size, each * total, self._first(count))

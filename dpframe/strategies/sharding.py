@@ -222,9 +222,9 @@ class Sharding(Weights):
         """Not once a hook has the whole state: to save it, peft reads the names of another one."""
         if self._gathered and not self._has_given:
             raise UserError(
-                "state_dict() has this rank's part of each weight, in a hook that sees whole ones, "
-                "too; call trainer.whole_state_dict(MODULE) on every rank, and save what the main "
-                "one gets"
+                "state_dict() has this rank's part of each weight, even in a hook that sees "
+                "whole ones; call trainer.whole_state_dict(MODULE) on every rank, and save what "
+                "the main one gets"
             )
 
     @contextmanager

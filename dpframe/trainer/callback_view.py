@@ -148,8 +148,8 @@ class CallbackView:
             return module.state_dict()
         if self.is_on_main_alone:
             raise UserError(
-                "trainer.whole_state_dict needs every rank, and on_predict_end is the main one's "
-                "alone; call it in on_predict_start"
+                "trainer.whole_state_dict needs every rank, and only the main one calls "
+                "on_predict_end; call it in on_predict_start"
             )
         return sharding.whole_state(module)
 

@@ -115,9 +115,9 @@ class TrainingData:
         for name, few in order.fewest() if isinstance(order, TogetherOrder) else ():
             if few < replicas:
                 log.warning(
-                    "%s replicas share the rows of %s, of which a batch may have %s: a share "
-                    "without any has a dict without it; set data.drop_last=true, a larger batch, "
-                    "or heed it in the step",
+                    "%s replicas share the rows of %s, of which a batch may have %s: the dict of "
+                    "a share without any lacks that name; set data.drop_last=true or a larger "
+                    "batch, or write the step for that",
                     *(replicas, name, few),
                 )
 
@@ -138,7 +138,7 @@ class TrainingData:
             raise UserError(f"{self.owner}.train_dataset() gave no rows; check its stream")
 
     def batches_in(self, epoch: int) -> int | None:
-        """Those of this epoch: a batch sampler may make more or fewer than in another one."""
+        """Those of this epoch: a batch sampler may make more or fewer in each."""
         order = self.train.order
         if not isinstance(order, SamplerOrder):
             return self.batches_per_epoch
@@ -370,7 +370,7 @@ def _cut(source: Source, strategy: Strategy, settings: TrainerSettings) -> Cut |
         return None
     if isinstance(source.dataset, Batches):
         raise UserError(
-            f"trainer.micro_batch={settings.micro_batch} cuts a batch before it is made, and "
+            f"trainer.micro_batch={settings.micro_batch} cuts a batch before it is collated, and "
             f"{source.method} gives ready ones; make the batches of its loader smaller, and use "
             "trainer.accumulate"
         )

@@ -36,7 +36,7 @@ AROUND_VALIDATION = (
 )
 ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "on_fit_end")
 """Where hooks may call the task, e.g. to draw samples, in one process alone."""
-TOLERANCE = 1e-6  # of what processes log: other devices may round otherwise
+TOLERANCE = 1e-6  # of what processes log: other devices may round differently
 SHOWN = 3  # numbers that were logged
 UNSEEN = ", and no callback is seen to log it (one that does so by a function sets logs = True)"
 

@@ -242,7 +242,7 @@ def _check_losses(name: str, losses: dict[Any, Any], output: dict[str, Any]) -> 
     if not losses:
         raise UserError(f"{name} returned no loss in its dict of losses; return {HOW}")
     if len(losses) > MOST_LOSSES:
-        raise UserError(f"{name} returned {len(losses)} losses by name; {MOST_LOSSES} are the most")
+        raise UserError(f"{name} returned {len(losses)} losses by name; {MOST_LOSSES} is the limit")
     if "weight" in output:
         raise UserError(
             f'{name} returned losses by name and a "weight"; each of them has its own: leave '
@@ -259,7 +259,10 @@ def _check_losses(name: str, losses: dict[Any, Any], output: dict[str, Any]) -> 
             raise UserError(f"{name} returned {key!r} among its losses and beside them; rename one")
         loss, count = value
         if not (isinstance(loss, Tensor) and loss.ndim == 0):
-            raise UserError(f"{name} returned the loss {key!r} of no scalar tensor; return {HOW}")
+            raise UserError(
+                f"{name} returned the loss {key!r} as something other than a scalar tensor; "
+                f"return {HOW}"
+            )
         if not is_number(count):
             raise UserError(f"{name} returned the count of {key!r} {described(count)}")
 

@@ -177,7 +177,7 @@ def join(parts: list[Any]) -> Any:
     if isinstance(first, dict):
         if odd := set().union(*parts) - set.intersection(*map(set, parts)):
             raise UserError(
-                f"predict_step returned other parts for some batches ({_listed(odd)}); {ALIKE}"
+                f"predict_step returned different parts for some batches ({_listed(odd)}); {ALIKE}"
             )
         return {name: join([part[name] for part in parts]) for name in first}
     if len({len(part) for part in parts}) > 1:
@@ -206,8 +206,8 @@ def as_table(joined: Any) -> dict[str, list] | None:
         names = [name] if len(columns) == 1 else [f"{name}_{i}" for i in range(len(columns))]
         if twice := table.keys() & set(names):
             log.warning(
-                "predictions.csv would have two columns %s; the predictions are written as a file "
-                "of torch instead: rename a part for a table",
+                "predictions.csv would have two columns %s; they are written to predictions.pt "
+                "instead: rename one for a table",
                 sorted(twice)[0],
             )
             return None

@@ -78,7 +78,7 @@ class Resumed(NamedTuple):
     """What a run goes on from."""
 
     state: dict[str, Any] | None  # of a checkpoint; None: it begins
-    anyway: bool  # even if its config or code was another one
+    anyway: bool  # even if its config or code was different
 
 
 class Given(NamedTuple):

@@ -51,8 +51,8 @@ def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None
         there, here = getattr(strategy, key, unset), getattr(settings, key)
         if here not in (unset, there):
             raise UserError(
-                f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
-                f"{there!r}); pass {key} to the strategy alone"
+                f"TrainerSettings({key}={here!r}) but the strategy is "
+                f"{strategy.name}({key}={there!r}); pass {key} only to the strategy"
             )
 
 

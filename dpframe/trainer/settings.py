@@ -240,7 +240,7 @@ class TrainerSettings:
         if mode is not None and fullgraph:
             raise UserError(
                 f"trainer.compile.fullgraph=true wants one graph, and {strategy} gathers weights "
-                "between those of its blocks; leave it out"
+                "between its blocks; leave it out"
             )
 
     def check_compiled_layers(self, *, gathers: bool, drops_by_row: bool) -> None:

@@ -136,8 +136,8 @@ class TaskMetrics:
             if is_news and metric.weight.item() == metric.update_count:
                 self._told.add(name)
                 log.warning(
-                    "%s counts each call alike, not each row: where shares are uneven, its mean is "
-                    "another one than on one replica; call it with weight=len(x)",
+                    "%s weights each call equally, not each row: if shares are uneven, its mean "
+                    "differs from that on one replica; call it with weight=len(x)",
                     name,
                 )
 
@@ -238,8 +238,8 @@ class TaskMetrics:
                 _merge(self._metrics[name], self._added.joined(name, several, beside))
             elif any(groups != several[0] for groups in several):
                 raise UserError(
-                    f"{self._task}.{name} has metrics with the same states on some processes and "
-                    "other states on others; use MetricCollection(..., compute_groups=False)"
+                    f"{self._task}.{name} shares states between different metrics on different "
+                    "processes; use MetricCollection(..., compute_groups=False)"
                 )
         return list(names)
 

@@ -43,7 +43,7 @@ def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
     """As a path, `s3://bucket` is the folder `bucket` in one called `s3:`."""
     if URL.match(str(name)):
         raise UserError(
-            f"{key}={name} is a URL, and dpframe reads and writes local files alone; name a path, "
+            f"{key}={name} is a URL, and dpframe reads and writes only local files; name a path, "
             "e.g. of a copy or in a mounted folder"
         )
 

@@ -161,7 +161,7 @@ def answers_in(
             continue
         prompt, upto = render(messages[:number], prompt=True), render(messages[: number + 1])
         end = len(upto.rstrip())
-        if not text.startswith(upto.rstrip()):  # as the last one, an answer is written otherwise
+        if not text.startswith(upto.rstrip()):  # the last answer is written differently
             content = message["content"].strip()
             learned = content + upto[upto.rfind(content) + len(content) :].rstrip()
             end = text.find(learned, len(prompt)) + len(learned) if content in upto else 0

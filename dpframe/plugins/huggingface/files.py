@@ -62,7 +62,7 @@ def lines(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise dpframe.UserError(f"{where} is no object of JSON: {line.strip()[:60]}")
+                raise dpframe.UserError(f"{where} is not a JSON object: {line.strip()[:60]}")
             yield where, row
 
 

@@ -58,7 +58,7 @@ def session(path: Path) -> Callable[..., Any]:
 
 
 def nearly_same(got: list[torch.Tensor], wanted: Any) -> None:
-    """Other kernels round otherwise."""
+    """Other kernels round differently."""
     for one, other in zip(got, tensors_of(wanted), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 

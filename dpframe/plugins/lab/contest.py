@@ -118,7 +118,7 @@ def train(job: Composed, name: str) -> Entry:
 
 
 def _rows_of_epoch(trainer: Trainer) -> int | None:
-    """None: a stream, of which nobody has counted the rows."""
+    """None: a stream, whose rows are not counted."""
     feed, order = trainer.feed, trainer.feed.train.order
     if order is None or feed.batches_per_epoch is None:
         return None

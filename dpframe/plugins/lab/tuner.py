@@ -27,11 +27,11 @@ from dpframe.plugin import (
 )
 
 STEPS = 3  # of a trial; the first makes the optimizer's state
-EXACT = 64  # the search ends where one part in so many is still unknown
+EXACT = 64  # the search ends when 1/n of the range is still unknown
 RECENT, DIVERGED = 5, 4.0  # so many losses of so many times the smallest: the test ends
 FLAT = 0.01  # a loss that falls by less than this part is noise
 NEAR = 4  # points on each side that a smoothed one is the mean of
-PART_OF_MACHINE = 4  # on the CPU, all replicas take at most one part in so many of its memory
+PART_OF_MACHINE = 4  # on the CPU, all replicas take at most 1/n of its memory
 
 
 class Point(NamedTuple):

@@ -94,7 +94,7 @@ class ByHand:
         raise UserError(
             f"{type(self.task.module).__name__} steps {type(optimizer).__name__} with gradients "
             "that differ between the ranks; call self.manual_backward(loss) instead of "
-            "loss.backward(), on all ranks as often"
+            "loss.backward(), equally often on all ranks"
         )
 
     def _watched(self, weight: Tensor) -> Any:

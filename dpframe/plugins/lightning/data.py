@@ -100,13 +100,14 @@ class LightningData(DataModule):
         several = {"": returned} if is_one else {str(name): returned[name] for name in returned}
         if kind == "train" and isinstance(given, list | tuple) and len(several) > 1:
             raise UserError(
-                f"{label} returned {len(several)} loaders without names; return a dict of them, of "
-                "which a step gets a dict of batches, or one of a data set that pairs their rows"
+                f"{label} returned {len(several)} loaders without names; return a dict of them, "
+                "so that a step gets a dict of batches, or one loader of a data set that pairs "
+                "their rows"
             )
         for loader in several.values():
             if not isinstance(loader, DataLoader):
                 raise UserError(
-                    f"{label} returned a {type(loader).__name__}, whose rows nobody can divide; "
+                    f"{label} returned a {type(loader).__name__}, whose rows can't be divided; "
                     "return a torch.utils.data.DataLoader"
                 )
         return next(iter(several.values())) if is_one else several

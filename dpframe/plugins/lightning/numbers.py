@@ -25,7 +25,7 @@ STAGES = {
     "predict": (),
 }
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
-TOLERANCE = 1e-6  # of what processes log in a hook: other devices may round otherwise
+TOLERANCE = 1e-6  # of what processes log in a hook: other devices may round differently
 Numbers = dict[str, Any]
 
 

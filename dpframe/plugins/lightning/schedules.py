@@ -115,7 +115,8 @@ def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
         its = getattr(schedule.scheduler, "optimizer", optimizers[0])
         if id(its) not in groups:
             raise UserError(
-                f"{label}: a scheduler is of an optimizer that was not returned; return it, too"
+                f"{label}: a scheduler belongs to an optimizer that was not returned; return it, "
+                "too"
             )
         groups[id(its)].append(schedule)
     return [ScheduledOptimizer(optimizer, groups[id(optimizer)]) for optimizer in optimizers]

@@ -80,8 +80,8 @@ class Logical(Strategy):
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
         raise UserError(
-            f"self.all_gather can't be had with {KEY}={self.count}: the shares are "
-            f"computed one after the other; use {KEY}=null"
+            f"self.all_gather can't be combined with {KEY}={self.count}: the shares are computed "
+            f"one after the other; use {KEY}=null"
         )
 
     def logger(self, loggers: list[Logger]) -> list[Logger]:
@@ -117,7 +117,7 @@ def refuse(strategy: Strategy, count: int) -> None:
     """What can't have the same bits, in one line."""
     if not strategy.takes_logical_shares:
         raise UserError(
-            f"{KEY}={count} but {strategy.name} shares gradients in a way of its own; use "
+            f"{KEY}={count} but {strategy.name} shares gradients in its own way; use "
             f"strategy=cpu, single_gpu, data_parallel or ddp, or {KEY}=null"
         )
     if strategy.replicas > count:
@@ -143,5 +143,5 @@ def refuse_several_models(strategy: Strategy, count: int) -> None:
         if other != first:
             raise UserError(
                 f"{KEY}={count} but rank 0 computes on {first} and rank {rank} on {other}, which "
-                f"round otherwise; use devices of one kind, or {KEY}=null"
+                f"round differently; use devices of one kind, or {KEY}=null"
             )

@@ -324,7 +324,10 @@ class FirstRows(DataModule):
             source = Source.of(dataset, self.data, "the DataModule", kind="val")
             dataset, self.collate = source.dataset, source.collate  # type: ignore[method-assign,assignment]
         if isinstance(dataset, Batches):
-            raise UserError("mode=verify makes batches of its own, and dpframe.Batches are ready")
+            raise UserError(
+                "mode=verify makes its own batches, and dpframe.Batches gives ready ones; verify "
+                "with a data set"
+            )
         if isinstance(dataset, IterableDataset):
             first = list(islice(dataset, rows))
         else:

@@ -24,7 +24,7 @@ log = logging.getLogger("dpframe")
 
 
 class Apart(NamedTuple):
-    """A weight that is another one on these ranks than on rank 0, by how much of its size."""
+    """A weight that differs between these ranks and rank 0, and by how much of its size."""
 
     name: str
     ranks: list[int]

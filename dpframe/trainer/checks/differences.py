@@ -1,4 +1,4 @@
-"""Numbers that all rows give otherwise than their shares."""
+"""Numbers that differ between all rows and their shares."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ TINY = 1e-9  # a loss that is smaller is rounding
 
 
 class Difference(NamedTuple):
-    """A number that shares give otherwise than the whole."""
+    """A number that differs between the shares and the whole."""
 
     name: str
     whole: float

@@ -1,4 +1,4 @@
-"""Which random numbers a step draws by torch, and of which sizes."""
+"""Which random numbers a step draws by torch, and their sizes."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -38,8 +38,8 @@ def heard(hook: Any, name: str, strategy: Strategy, share_check: str) -> Callabl
 
 def _tell(of: str, strategy: Strategy, share_check: str) -> None:
     said = (
-        f"{of} draws random numbers, which are others on each rank, so that the curve is another "
-        "one if it depends on them: draw from a torch.Generator that all ranks seed alike, e.g. by "
+        f"{of} draws random numbers, which differ between ranks, so the curve changes if it "
+        "depends on them: draw from a torch.Generator that all ranks seed alike, e.g. by "
         "trainer.global_step"
     )
     if share_check == "strict":

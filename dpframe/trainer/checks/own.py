@@ -223,8 +223,8 @@ def _refuse_divided(
     if isinstance(source.dataset, Batches):
         how = "dpframe.Batches"
     raise UserError(
-        f"{KEYS[kind]} with {how}: which rows make a batch depends on the number of ranks, so that "
-        f"no {kind} is the same on any; use {KEYS[kind].partition('=')[0]}=replica, or give all "
+        f"{KEYS[kind]} with {how}: which rows make a batch depends on the number of ranks, so no "
+        f"{kind} can be the same on all; use {KEYS[kind].partition('=')[0]}=replica, or give all "
         "ranks the same data"
     )
 

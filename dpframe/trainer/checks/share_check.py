@@ -1,7 +1,7 @@
 """The share check: before a fit on several replicas, whether a loss is a mean over its rows.
 
-It takes five rows in one share, and as shares of three and two. A loss that is another one then
-would train other weights on each number of replicas; a number that is another one is logged as the
+It takes five rows in one share, and as shares of three and two. A loss that differs then
+would train other weights on each number of replicas; a number that differs is logged as the
 mean of its shares'. State and random numbers are as before it.
 """
 
@@ -121,8 +121,8 @@ def warn_alone(trial: Trial, source: Any) -> None:
             'mean over rows, or its "weight" (tokens, boxes)'
         )
         log.warning(
-            f"{_loss_of(trial)} depends on which rows are in a batch ({_numbers(each)}), so that "
-            f"another batch size, or several replicas, would train by another one; {way}; "
+            f"{_loss_of(trial)} depends on which rows are in a batch ({_numbers(each)}), so it "
+            f"would change with the batch size and the number of replicas; {way}; "
             "trainer.share_check=off leaves this check out"
         )
 
@@ -175,7 +175,7 @@ def _told(
     if not trials:
         return ()
     verdict = judge(trials, settings.share_check, monitored)
-    # Where processes round otherwise, all of them do what the main one does.
+    # If processes round differently, all of them do what the main one does.
     verdict = Verdict(*strategy.collectives.broadcast(tuple(verdict)))
     if verdict.refusal:
         raise UserError(verdict.refusal)

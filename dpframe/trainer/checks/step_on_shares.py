@@ -56,7 +56,7 @@ class Noticed:
     in_place: set[str] = field(default_factory=set)  # of these
     statistics: dict[Any, Sums] = field(default_factory=dict)  # by a share's places, of one compare
     with_statistics: set[str] = field(default_factory=set)  # modules that keep those of a share
-    likely: str = ""  # what makes the loss another one
+    likely: str = ""  # what makes the loss differ
     gradients_left_out: str = ""  # why they are not compared
     not_compared: list[str] = field(default_factory=list)  # in a mode, or at a later step
     is_told: bool = False  # whether any rows have a loss or a number that tells something

@@ -154,7 +154,7 @@ class Trial(StepOnShares):
         return self._trusted([each for each in pairs if not each.off <= limit], whole)
 
     def _refuse_statistics(self) -> None:
-        """Of a share, which other shares have otherwise."""
+        """What differs between shares."""
         if not self.in_training or self.noticed.likely == INNER:  # by which they are others, too
             return
         whole, *parts = self.noticed.statistics.values()

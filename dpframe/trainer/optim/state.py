@@ -72,7 +72,7 @@ def _in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict
     owners = _owners_in(optimizer)
     places, order = _places(named, optimizer, saved), group_order(named, optimizer, saved)
     if isinstance(optimizer, LBFGS) and places != sorted(places):
-        raise Mismatch("LBFGS keeps one state for all weights, whose order is another one here")
+        raise Mismatch("LBFGS keeps one state for all weights, whose order differs here")
     numbers = chain.from_iterable(group["params"] for group in groups)
     place_of = dict(zip(numbers, places, strict=True))
     states: dict[Any, Any] = {}
@@ -124,7 +124,7 @@ def have_same_rates(optimizer: Optimizer, made: Options, before: Options) -> boo
 def set_options(
     optimizer: Optimizer, made: Options, before: Options, now: Options, *, with_rates: bool
 ) -> None:
-    """Gives the groups the options that were `made` otherwise than `before`; `with_rates`, also
+    """Gives the groups the options that were `made` differently from `before`; `with_rates`, also
     those that a scheduler decides. Either has the value of `now`, after the scheduler's steps.
 
     A rate that follows more than a count is changed in proportion."""

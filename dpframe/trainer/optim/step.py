@@ -122,8 +122,8 @@ class OptimizerStep:
             self._refuse_with_closure()
         if scaler is not None and strategy.sharding.cuts:
             raise UserError(
-                f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
-                "ranks would scale their losses by themselves; use trainer.precision=bf16"
+                f"trainer.precision={settings.precision} can't be combined with {strategy.name}, "
+                "whose ranks would scale their losses by themselves; use trainer.precision=bf16"
             )
         self.weighting = Weighting(strategy.collectives, strategy.device, strategy.sums)
         self._optimize = (
@@ -180,8 +180,9 @@ class OptimizerStep:
         ):
             if value is not None:
                 raise UserError(
-                    f"trainer.{key}={value} can't be had with {kind}, which computes the gradients "
-                    f"of a step several times; use trainer.{key}={use}, or another optimizer"
+                    f"trainer.{key}={value} can't be combined with {kind}, which computes the "
+                    f"gradients of a step several times; use trainer.{key}={use}, or another "
+                    "optimizer"
                 )
 
     def unscale(self) -> None:
@@ -361,7 +362,7 @@ class OptimizerStep:
         if is_same_kind and self.scheduler is not None and order != sorted(order):
             raise Mismatch(
                 f"{type(self.scheduler).__name__} keeps its rates in the order of the optimizer's "
-                "groups, which is another one here"
+                "groups, which differs here"
             )
         return [before["groups"][place] for place in order]
 

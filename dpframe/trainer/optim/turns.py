@@ -82,8 +82,7 @@ class Turns(dict[str, OptimizerStep]):
         if collectives.sum_numbers([here]) != [here * collectives.world_size]:
             raise UserError(
                 f"{type(self._task).__name__}.turns returned {names} on rank {collectives.rank} "
-                "and something else on another one; let it follow from self.global_step and "
-                "self.epoch"
+                "and something else on another one; decide it by self.global_step and self.epoch"
             )
 
     def learning_rates(self, *, used: bool = False) -> dict[str, float]:

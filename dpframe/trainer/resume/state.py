@@ -153,7 +153,7 @@ class Resumable:
         if progress.batches_done and own and there["count"] != strategy.replicas:
             changes.append(
                 f"replicas={there['count']} there, {strategy.replicas} here, within an epoch, so "
-                f"that the curve is another one from here on: {own}"
+                f"the curve changes from here on: {own}"
             )
         self.feed.train.seek(state["stream"], strategy.world_size)
         # As many rows of the epoch are skipped as were read, or a part of a batch less.

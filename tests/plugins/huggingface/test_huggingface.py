@@ -465,7 +465,7 @@ def test_a_name_that_is_not_found_is_refused_in_a_line(monkeypatch):
             {"text": "a", "label": 2},
             "{at} has 2 under label, which is none of negative, pos",
         ),
-        ("a", '{at} is no object of JSON: "a"'),
+        ("a", '{at} is not a JSON object: "a"'),
     ],
 )
 def test_a_line_without_a_text_and_its_label_is_refused(reviews, tmp_path, row, said):

@@ -226,7 +226,7 @@ def test_what_a_checkpoint_can_not_hold_comes_back_from_the_module_as_it_is_buil
     first.fit()
     said = [record.message for record in caplog.records]
     assert any("scaler.kind (Fraction), hyper_parameters.half (Fraction)" in line for line in said)
-    assert any("val/loss is not measured, so that last.ckpt alone is kept" in line for line in said)
+    assert any("val/loss is not measured, so only last.ckpt is kept" in line for line in said)
     assert len(said) == 2
     resumed = ours(lit.Forecasts(5), lit.Rows(), resume=f"{tmp_path}/checkpoints/last.ckpt")
     module = resumed.task.module
@@ -572,7 +572,7 @@ REFUSED = [
     (
         lit.Closures,
         {"strategy": DataParallel(2, "cpu"), "clip_norm": 1.0},
-        "can't be had with LBFGS",
+        "can't be combined with LBFGS",
     ),
     (Median, {}, "reduce_fx=median) could not be exact over replicas"),
     (Reads, {}, "Reads reads self.trainer.fit_loop, which is not here"),
@@ -1051,7 +1051,7 @@ class NoLoader(lit.Rows):
         (Pairs, "Pairs.train_dataloader returned 2 loaders without names; return a dict of them"),
         (
             NoLoader,
-            "NoLoader.train_dataloader returned a generator, whose rows nobody can divide",
+            "NoLoader.train_dataloader returned a generator, whose rows can't be divided",
         ),
     ],
 )

@@ -664,9 +664,12 @@ class Shards(ShardedStream):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"strategy": Own(1, "cpu")}, "=8 but Own shares gradients in a way of its own; use strat"),
+        (
+            {"strategy": Own(1, "cpu")},
+            "=8 but Own shares gradients in its own way; use strategy=cpu",
+        ),
         ({"strategy": DataParallel(9, "cpu")}, "=8 but there are 9 replicas, of which each needs "),
-        ({"make": Gathers}, "self.all_gather can't be had with trainer.logical_replicas=8: the"),
+        ({"make": Gathers}, "self.all_gather can't be combined with trainer.logical_replicas=8"),
         (
             {"make": Complex},
             "=8 can't add up the gradients of complex weights; use trainer.logical",
