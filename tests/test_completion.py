@@ -40,6 +40,9 @@ CHOSEN = {
     "mode=test checkpoint=mine/r": "checkpoint=mine/recipe/",
     "recipe=boston task/schedule=w": "task/schedule=warmup_cosine task/schedule=wsd",
     "recipe=boston task/schedule=wsd task.schedule.d": "task.schedule.decay=",
+    "recipe=boston callbacks.ea": "callbacks.early_stopping=",
+    "recipe=boston callbacks.progress=": "callbacks.progress=false callbacks.progress=null",
+    "recipe=boston logger.wandb=f": "logger.wandb=false",
     "trainer.deterministic=": "trainer.deterministic=false trainer.deterministic=true",
 }
 # Of them, what other shells and names of the command are asked: a word, one after others, a path.

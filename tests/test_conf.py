@@ -12,10 +12,12 @@ from command import CONFS
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from dpframe import checkpoint
 from dpframe.config import modes
 from dpframe.config.build import build, check_targets, slots
 from dpframe.config.compose import composed
 from dpframe.config.loader import GROUPS
+from dpframe.config.parts import callbacks_of
 from dpframe.config.schema import is_off
 from dpframe.config.target import find
 from dpframe.errors import UserError
@@ -163,6 +165,49 @@ def test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere():
     assert kept == {"callbacks.freeze", "callbacks.ema", "callbacks.stages"}
     check_targets(job)
     assert job.objective.metric == "val/accuracy"  # of a sweep all the same
+    listed = composed(["recipe=transfer", "callbacks=[]"])
+    assert listed.config == job.config | {"callbacks": listed.config["callbacks"]}
+    assert [where for where, *_ in slots(listed.settings)] == [
+        where for where, *_ in slots(job.settings)
+    ]
+
+
+@pytest.mark.parametrize("off", ["false", "null"])
+@pytest.mark.parametrize(
+    "key", ["callbacks.checkpoint", "callbacks.early_stopping", "logger.tensorboard", "logger.csv"]
+)
+def test_a_callback_or_a_logger_is_switched_off_whether_or_not_it_is_there(key, off):
+    switched = composed(["recipe=boston", f"{key}={off}"])
+    check_targets(switched)
+    as_it_is = [where for where, *_ in slots(composed(["recipe=boston"]).settings)]
+    assert [where for where, *_ in slots(switched.settings)] == [w for w in as_it_is if w != key]
+
+
+@pytest.mark.parametrize("typed", ["callbacks.erly_stopping=false", "callbacks.ema=true"])
+def test_what_switches_nothing_off_is_refused(typed):
+    with pytest.raises(UserError, match="there is no key callbacks"):
+        composed(["recipe=boston", typed])
+
+
+@pytest.mark.parametrize(
+    ("saved", "typed", "kept"),
+    [
+        (["callbacks.early_stopping=false"], [], ["checkpoint", "progress"]),
+        (["callbacks=early_stopping"], ["callbacks.early_stopping=false"], None),
+        (["callbacks=early_stopping", "callbacks.early_stopping.patience=5"], ["callbacks=[]"], []),
+        (["callbacks=early_stopping", "callbacks.checkpoint.keep=2"], ["callbacks=none"], []),
+        (["callbacks=[]"], [], []),
+        (["callbacks=[]"], ["callbacks=default"], None),
+    ],
+)
+def test_a_resumed_run_has_the_callbacks_that_are_on(tmp_path, saved, typed, kept):
+    checkpoint.save({}, tmp_path / "checkpoints" / "last.ckpt")
+    (tmp_path / ".hydra").mkdir()
+    text = yaml.safe_dump(["recipe=boston", *saved])
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
+    job = composed([f"resume={tmp_path}", *typed])
+    check_targets(job)
+    assert [*callbacks_of(job)] == (["checkpoint", "progress"] if kept is None else kept)
 
 
 def test_a_strategy_takes_the_trainers_keys():

@@ -19,7 +19,7 @@ from dpframe.config import modes
 from dpframe.config.help import topics
 from dpframe.config.keys import has, may_take
 from dpframe.config.loader import ConfigLoader
-from dpframe.config.schema import CONFIG_NAME, PARTS, WHOLE
+from dpframe.config.schema import CONFIG_NAME, OFF, PARTS, SWITCHED, WHOLE
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
 from dpframe.trainer.settings import TrainerSettings
@@ -103,7 +103,10 @@ def _words(
         group, chosen, begun = part.groups()
         others = [option for option in configs.options(group) if option not in chosen.split(",")]
         return [f"{group}=[{chosen}{option}" for option in others if option.startswith(begun)]
-    return sorted({*_of_hydra(before, typed, configs), *_of_classes(before, typed, configs)})
+    if (switches := _switches(before, typed, configs)) and "=" in typed:
+        return switches
+    of_classes = _of_classes(before, typed, configs)
+    return sorted({*_of_hydra(before, typed, configs), *of_classes, *switches})
 
 
 def _of_hydra(before: list[str], typed: str, configs: ConfigLoader) -> list[str]:
@@ -125,6 +128,20 @@ def _of_classes(before: list[str], typed: str, configs: ConfigLoader) -> list[st
     with suppress(UserError):  # without a recipe there are no classes
         config = configs.base(before) if known else {}
     return [f"{key}=" for key in known if not has(config, key) and may_take(config, key)]
+
+
+def _switches(before: list[str], typed: str, configs: ConfigLoader) -> list[str]:
+    """A callback or a logger is switched off, also one that is there by another option alone."""
+    key, equals, begun = typed.partition("=")
+    group, _, name = key.partition(".")
+    if group not in SWITCHED or not name:
+        return []
+    parts = configs.parts(group)
+    if not equals:
+        return [f"{group}.{part}=" for part in parts if part.startswith(name)]
+    with suppress(UserError):
+        parts += configs.base(before)[group]
+    return [f"{key}={off}" for off in OFF if name in parts and off.startswith(begun)]
 
 
 def _choices(typed: str) -> list[str]:

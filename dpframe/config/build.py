@@ -115,8 +115,8 @@ def _is_schedule(target: Any) -> bool:
 def _build(node: Any, where: str) -> Any:
     if isinstance(node, list):
         return [_build(value, place) for place, value in values_of(node, where)]
-    if is_off(node) or not isinstance(node, Mapping):
-        return None if is_off(node) else node
+    if not isinstance(node, Mapping) or is_off(node):
+        return None if isinstance(node, Mapping) else node
     arguments = {name: value for name, value in node.items() if name not in SPECIAL}
     positional = node.get("_args_", [])
     if node.get("_recursive_", True):

@@ -16,7 +16,7 @@ import yaml
 from dpframe.checkpoint import address, seal
 from dpframe.config import modes
 from dpframe.config.overrides import key_of, value_of
-from dpframe.config.schema import NONE, RunSettings
+from dpframe.config.schema import NONE, OFF, SWITCHED, RunSettings
 from dpframe.config.untrusted import must_be_typed, refuse_calls
 from dpframe.errors import UserError, first_line, nearest, printable
 
@@ -162,9 +162,21 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
         if key.startswith(f"{group.replace('/', '.')}."):  # another option has other keys
             options = [each for each in typed if key_of(each) == group]
             return key not in of_typed and all(option in saved for option in options)
+    if _is_switched(override, typed):
+        return False
     if override.startswith("+") and "." in key:  # the key has to exist before it is changed
         return not any(each.startswith("+") for each in typed if key_of(each) == key)
     return key not in of_typed
+
+
+def _is_switched(override: str, typed: Sequence[str]) -> bool:
+    """Whether a typed `callbacks=…` switches all of them off, or this one on again."""
+    group, _, name = key_of(override).partition(".")
+    if group not in SWITCHED or not name:
+        return False
+    chosen = [set(re.findall(r"\w+", each)[1:]) for each in typed if key_of(each) == group]
+    is_off = override.partition("=")[2] in OFF
+    return any(options <= {"none"} or (is_off and name in options) for options in chosen)
 
 
 def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:

@@ -8,10 +8,9 @@ from typing import Any
 
 from dpframe.config import modes
 from dpframe.config.keys import SCALE, SCALE_KEYS, at, has, known_part
-from dpframe.config.schema import OPEN, PARTS, SWITCHES, WHOLE
+from dpframe.config.schema import OPEN, PARTS, SWITCHED, SWITCHES, WHOLE
 from dpframe.errors import nearest, suggestion
 
-OF_CLASSES = ("callbacks", "logger")  # each part in them has a class
 LATER = ("optimizer", "scheduler")  # what the Task makes of a part
 
 
@@ -71,7 +70,7 @@ def _in_group(node: dict[str, Any], key: str, known: list[str]) -> str:
     if not below:
         return f"+{key}=… adds it" + (", if its class takes it" if "_target_" in node else "")
     part = f"{here}.{given}"
-    return f"+{part}._target_=… adds it" if here in OF_CLASSES else _class_first(part, key)
+    return f"+{part}._target_=… adds it" if here in SWITCHED else _class_first(part, key)
 
 
 def elsewhere(config: Mapping[str, Any], name: str) -> list[str]:

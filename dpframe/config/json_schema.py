@@ -206,8 +206,8 @@ def _unless_named(without: Schema, with_class: Schema) -> Schema:
 
 
 def _parts(name: str, nodes: Nodes, targets: Mapping[str, Schema]) -> Schema:
-    """`callbacks` or `logger`: what the class of each key's file takes, or another class, or null
-    to switch it off."""
+    """`callbacks` or `logger`: what the class of each key's file takes, or another class, or false
+    or null to switch it off."""
     has_class = {"type": "object", "required": ["_target_"]}
     of_keys: Schema = {}
     for key, node in [
@@ -217,4 +217,5 @@ def _parts(name: str, nodes: Nodes, targets: Mapping[str, Schema]) -> Schema:
         if target in targets:
             kept = {"type": ["object", "null"], "allOf": [{"$ref": f"#/$defs/{target}"}]}
             of_keys[key] = {"if": has_class, "then": NODE, "else": kept}
+            of_keys[key] = {"if": {"const": False}, "else": of_keys[key]}
     return {"type": "object", "properties": of_keys, "additionalProperties": VALUE}

@@ -36,7 +36,7 @@ from dpframe.config import plugins
 from dpframe.config.errors import OUTSIDE, explain
 from dpframe.config.keys import has, may_take
 from dpframe.config.overrides import key_of
-from dpframe.config.schema import CONFIG_NAME, register
+from dpframe.config.schema import CONFIG_NAME, OFF, SWITCHED, register
 from dpframe.errors import UserError
 from dpframe.util.files import is_url
 
@@ -134,6 +134,10 @@ class ConfigLoader:
             self.listed[group] = sorted(set(self.get_group_options(group)))
         return self.listed[group]
 
+    def parts(self, group: str) -> list[str]:
+        """The callbacks or loggers that an option brings: it has the name of its own."""
+        return [each for each in self.options(group) if each not in ("default", "none")]
+
     def groups(self) -> list[str]:
         """Ours in our order, then the user's."""
         names = set(self.list_groups("")) - {"hydra", *GROUPS}
@@ -177,6 +181,7 @@ class ConfigLoader:
         self, load: Callable[[list[str]], DictConfig], overrides: list[str], shared: list[str]
     ) -> DictConfig:
         register()
+        overrides = ["callbacks=none" if each == "callbacks=[]" else each for each in overrides]
         try:
             config = load(overrides)
         except ConfigCompositionException as error:
@@ -197,10 +202,19 @@ class ConfigLoader:
         except Exception:  # another of the overrides is wrong, too
             return list(overrides)
         keys = {each: key_of(each) for each in overrides if each[:1] not in "+~"}
-        added = {each for each, key in keys.items() if not has(base, key) and may_take(base, key)}
+        missing = {each: key for each, key in keys.items() if not has(base, key)}
+        added = {
+            each for each, key in missing.items() if may_take(base, key) or self._is_switch(each)
+        }
         return [f"++{each}" if each in added else each for each in overrides]
 
+    def _is_switch(self, override: str) -> bool:
+        """Whether it switches off what its group has, e.g. callbacks.early_stopping=false."""
+        group, _, name = key_of(override).partition(".")
+        return group in SWITCHED and name in self.parts(group) and override.partition("=")[2] in OFF
+
     def _plain(self, overrides: Sequence[str]) -> dict[str, Any]:
+        register()
         words = tuple(overrides)
         if words not in self.composed:
             config = self.loader.load_configuration(CONFIG_NAME, list(words), RunMode.RUN)

@@ -22,7 +22,9 @@ CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 PARTS = ("task", "data", "strategy")
 OF_EVERY_DATA = ("drop_last", "eval_batch_size", "persistent_workers", "pin_memory", "input")
-OPEN = ("callbacks", "logger", "vars")  # a user adds keys
+SWITCHED = ("callbacks", "logger")  # groups whose parts are switched off, e.g. callbacks.ema=false
+OFF = ("false", "null")
+OPEN = (*SWITCHED, "vars")  # a user adds keys
 
 
 @dataclass
@@ -241,9 +243,9 @@ def type_of(key: str) -> Any:
 
 
 def is_off(node: Any) -> bool:
-    """Whether a callback or logger is switched off: null, or without a class, whatever else a
-    recipe sets of it."""
-    return node is None or (isinstance(node, Mapping) and node.get("_target_", "") is None)
+    """Whether a callback or logger is switched off: false or null, or without a class, whatever
+    else a recipe sets of it."""
+    return node in (None, False) or (isinstance(node, Mapping) and node.get("_target_", "") is None)
 
 
 def _check_data(data: Mapping[str, Any], mode: Any) -> None:
