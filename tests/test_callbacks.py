@@ -3,6 +3,7 @@
 import csv
 import re
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -616,7 +617,7 @@ def test_callbacks_that_another_trainer_has_had_begin_afresh(tmp_path):
 
     def fold(name: str, scores: list[float], callbacks: list[Any]) -> tuple[Any, ...]:
         made = fitted(
-            Scripted(list(scores)),
+            make=partial(Scripted, list(scores)),
             callbacks=callbacks,
             directory=tmp_path / name,
             max_epochs=len(scores),

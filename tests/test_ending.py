@@ -54,6 +54,7 @@ def test_the_commands_that_a_run_ends_with_can_be_typed(tmp_path):
     assert words(ends(again.out)["resume"])[-1] == "trainer.max_epochs=8"
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
     assert (summary["status"], summary["best_epoch"], summary["best_step"]) == ("finished", 4, 16)
+    assert summary["best_metrics"] == summary["metrics"]
     value = summary["best"]["val/loss"]
     assert ends(resumed.out)["best"] == f"epoch 4, step 16: val/loss {value:.6g}"
 

@@ -29,6 +29,7 @@ def run_of(folder, began, *overrides, config="", **summary):
 def trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     best, last = {"best": {"val/loss": 2.0}}, {"metrics": {"val/loss": 3.0, "val/mae": 1.0}}
+    best |= {"best_metrics": {"val/loss": 2.0, "val/mae": 1.5}}
     config = "task: {lr: 0.1, net: {width: 8}}\nname: low\n"
     lr = "task.optimizer.lr=0.1"
     run_of(tmp_path / "outputs/boston/1", "2026-01-02T10:00:00", lr, config=config, **best, **last)
@@ -115,6 +116,7 @@ def test_two_runs_are_shown_side_by_side_with_how_their_configs_differ(trained):
     lines = listed("off", FIRST)
     for line in (["steps", "4", "4"], ["best", "val/loss", "1", "2"], ["task.lr", "0.2", "0.1"]):
         assert line in lines
+    assert ["best", "val/mae", "1.5"] in lines, "only the one has it"
     assert not any("width" in line[0] or line[0] in ("torch", "name") for line in lines)
     assert told("off", FIRST)["config"] == {"task.lr": [0.2, 0.1]}
 

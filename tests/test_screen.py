@@ -4,6 +4,7 @@ import io
 import logging
 import re
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -257,8 +258,42 @@ def test_the_best_of_a_resumed_run_may_be_one_from_before(terminal, second_a_ste
     terminal.truncate(0)
     run([4.0, 5.0], 4, state)
     rows = [line.split() for line in terminal.frames()[-1][1:3]]
-    assert (rows[0][0], rows[0][1], rows[0][-2:]) == ("1", "5", ["7", "best"])
+    assert (rows[0][:2], rows[0][3], rows[0][-1]) == (["1", "5"], "7", "best")
     assert rows[1][0] == "3"
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_end_shows_all_metrics_of_the_best_epoch_beside_the_last(capsys, is_resumed):
+    scores, state = [7.0, 3.0, 4.0], None
+    if is_resumed:
+        before = fitted(
+            make=partial(Scripted, scores[:2]), callbacks=[Best("val/score", "max", "")]
+        )
+        state, scores = before.state_dict(), scores[2:]
+    best = Best("val/score", "max", "")
+    callbacks = [Progress(False), best]
+    make = partial(Scripted, scores)
+    last = fitted(make=make, callbacks=callbacks, max_epochs=3, resume=state).metrics
+    assert best.metrics == fitted(make=partial(Scripted, [7.0]), max_epochs=1).metrics
+    table = capsys.readouterr().out.partition("\nmetric ")[2].splitlines()
+    assert re.split("  +", table[0].strip()) == ["best, step 5", "last, step 15"]
+    shown = [line.split() for line in table[2 : 2 + len(last)]]
+    assert shown == [[name, f"{best.metrics[name]:.6g}", f"{last[name]:.6g}"] for name in last]
+
+
+def test_of_a_best_step_within_an_epoch_the_end_shows_what_was_measured_there(capsys):
+    best = Best("val/score", "max", "")
+    task, within = Scripted([7.0, 9.0, 3.0, 4.0, 5.0]), {"validate_every_steps": 2}
+    fitted(task, callbacks=[Progress(False), best], max_epochs=2, max_steps=8, **within)
+    assert best.step == 4
+    assert best.metrics.keys() == {"val/loss", "val/mae", "val/score"}
+    assert re.search(r"\ntrain/loss +\S+ *\n", capsys.readouterr().out), "of the last epoch alone"
+
+
+def test_where_the_last_epoch_is_the_best_the_end_shows_it_once(capsys):
+    best = Best("val/score", "max", "")
+    fitted(Scripted([1.0, 2.0]), callbacks=[Progress(False), best], max_epochs=2)
+    assert "\nmetric      value\n" in capsys.readouterr().out
 
 
 def test_what_is_judged_first_decides_what_is_best(tmp_path):

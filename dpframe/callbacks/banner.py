@@ -1,6 +1,6 @@
 """What a run prints before it trains, and its tables of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dpframe.data import split
@@ -57,7 +57,17 @@ def parameters(trainer: "Trainer") -> str:
 
 
 def table(metrics: dict[str, float]) -> str:
-    return ruled([("metric", "value"), *((k, f"{v:.6g}") for k, v in sorted(metrics.items()))])
+    return side_by_side({"value": metrics})
+
+
+def side_by_side(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """Metrics of several epochs, each with its head."""
+    each = columns.values()
+    rows = [
+        (name, *(f"{metrics[name]:.6g}" if name in metrics else "" for metrics in each))
+        for name in sorted(set().union(*each))
+    ]
+    return ruled([("metric", *columns), *rows])
 
 
 def _step(trainer: "Trainer") -> str:

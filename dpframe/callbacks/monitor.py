@@ -107,6 +107,7 @@ class Best(Callback):
     def reset(self) -> None:
         self.monitor.reset()
         self.epoch = self.step = 0  # after which it was measured
+        self.metrics: dict[str, float] = {}  # of that epoch; of a step within one, the val/ numbers
 
     def monitored(self) -> list[tuple[str, str]]:
         return [(self.monitor.key, self.monitor.name)] if self.is_needed else []
@@ -117,16 +118,27 @@ class Best(Callback):
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         if trainer.mode == "fit":
-            self.on_epoch_end(trainer)
+            measured = {k: v for k, v in trainer.metrics.items() if not k.startswith("train/")}
+            self._judge(trainer, measured)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        name, metrics = self.monitor.name, trainer.metrics
+        self._judge(trainer, trainer.metrics)
+
+    def _judge(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        name, step = self.monitor.name, trainer.global_step
         if name in metrics and self.monitor.is_better(metrics[name]):
-            self.epoch, self.step = trainer.progress.current_epoch, trainer.global_step
+            self.epoch, self.step = trainer.progress.current_epoch, step
+        if self.step == step:
+            self.metrics = {**metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.monitor.state_dict(), "epoch": self.epoch, "step": self.step}
+        place = {"epoch": self.epoch, "step": self.step, "metrics": self.metrics}
+        return {**self.monitor.state_dict(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.monitor.load_state_dict(state)
         self.epoch, self.step = state.get("epoch", 0), state.get("step", 0)
+        metrics = state.get("metrics", self.value)
+        if not isinstance(metrics, dict) or not all(type(v) is float for v in metrics.values()):
+            raise unfit_in_checkpoint(self.monitor.key, "metrics", metrics)
+        self.metrics = metrics

@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dpframe.callbacks.banner import banner, table
+from dpframe.callbacks.banner import banner, side_by_side, table
 from dpframe.callbacks.monitor import Best, Epoch, Monitor
 from dpframe.errors import not_one_of, printable
 from dpframe.trainer.callback import Callback
@@ -51,7 +51,6 @@ class Progress(Callback):
         self.epochs: list[Epoch] = []  # the last ones
         self.with_line: set[int] = set()  # the steps of epochs that have one
         self.best: Best | None = None  # of what a callback monitors
-        self.best_epoch: Epoch | None = None
         self.began = self.epoch_began = 0.0
         self.next_draw = self.next_line = math.inf  # without a screen; in other processes
 
@@ -94,8 +93,6 @@ class Progress(Callback):
         self.epochs = [*self.epochs[1 - SHOWN_EPOCHS :], epoch]
         if self.best is not None:
             self.best.on_epoch_end(trainer)
-            if self.best.step == epoch.step:
-                self.best_epoch = epoch
         now = time.perf_counter()
         is_short = now - self.epoch_began < SHORT_EPOCH_SECONDS
         self.epoch_began = now
@@ -118,7 +115,7 @@ class Progress(Callback):
         rate = rows / seconds if seconds else 0.0
         memory = f", {' + '.join(map(_gib, peaks))} GiB at most" if peaks else ""
         print(
-            f"{table(trainer.metrics)}\n"
+            f"{self._last_table(trainer)}\n"
             f"{trainer.global_step} steps in {seconds:.2f} s, {rate:,.0f} samples/s{memory}",
             flush=True,
         )
@@ -198,9 +195,17 @@ class Progress(Callback):
         """The best epoch, which may be before a resume; the best step may be within an epoch."""
         if self.best is None or not self.best.step:
             return None
-        if self.best_epoch is not None and self.best_epoch.step == self.best.step:
-            return self.best_epoch
-        return Epoch(self.best.epoch, self.best.step, self.best.value)
+        return Epoch(self.best.epoch, self.best.step, self.best.metrics)
+
+    def _last_table(self, trainer: "Trainer") -> str:
+        best = self._best_epoch()
+        if best is None or best.step == trainer.global_step:
+            return table(trainer.metrics)
+        columns = {
+            f"best, step {best.step}": best.metrics,
+            f"last, step {trainer.global_step}": trainer.metrics,
+        }
+        return side_by_side(columns)
 
     def _stop(self, trainer: "Trainer") -> None:
         """Prints the best epoch and the last one, if they have no line yet, and ends the bar."""

@@ -67,6 +67,7 @@ class Run:
     seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
     best_step: int = 0
+    best_metrics: dict[str, float] = field(default_factory=dict)  # all of that step
     metrics: dict[str, float] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
 
@@ -161,6 +162,7 @@ def _read(directory: Path) -> Run | None:
         status=_status(directory, summary, origin),
         when=str(origin.get("began") or time.isoformat(timespec="seconds")),
         best=_numbers(summary.get("best")),
+        best_metrics=_numbers(summary.get("best_metrics", summary.get("best"))),
         metrics=_numbers(summary.get("metrics")),
         origin=origin,
         **_numbers({key: summary.get(key) for key in COUNTS}),
@@ -277,10 +279,10 @@ def _compared(one: Run, other: Run, *, as_json: bool) -> str:
     told |= {"tags": [",".join(run.tags) for run in both], "notes": [run.notes for run in both]}
     told |= {"status": [run.status for run in both], "when": [_minute(run.when) for run in both]}
     told |= {"steps": [str(run.steps) for run in both]}
-    for what in ("best", "metrics"):
+    for what in ("best_metrics", "metrics"):
         values: list[dict[str, float]] = [getattr(run, what) for run in both]
         for name in dict.fromkeys([*values[0], *values[1]]):
-            label = f"best {name}" if what == "best" else name
+            label = f"best {name}" if what == "best_metrics" else name
             told[label] = [f"{each[name]:.6g}" if name in each else "" for each in values]
     told |= {key: list(map(shown, pair)) for key, pair in (origin | config).items()}
     head = ("", *(run.name or Path(run.directory).name for run in both))

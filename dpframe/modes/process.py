@@ -277,6 +277,7 @@ def _summarize(
         "best": best.value,
         "best_epoch": best.epoch,
         "best_step": best.step,
+        "best_metrics": best.metrics,
         "stopped": trainer.stop_reason,
         "origin": provenance.summarized(trainer.run.directory),
     }
