@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import re
 from contextlib import redirect_stdout
 from functools import partial
@@ -9,15 +10,19 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from small import Clock, Hooks, Rows, Scripted, Streamed, fitted, trainer
+from test_turns import Pair
 
-from dpframe import Trainer
+from dpframe import Callback, Trainer
 from dpframe.callbacks import live, progress
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.callbacks.live import Live
 from dpframe.callbacks.monitor import Best
+from dpframe.callbacks.newest import NewestLoss
 from dpframe.callbacks.progress import Progress
+from dpframe.strategies.data_parallel import DataParallel
 
 MOVES = r"\x1b\[[\d;?]*[A-Zhl]|\r"  # of the cursor, and what clears a line
 LONG = {"data": Rows(80, 4), "max_epochs": 4, "log_every": 5}  # 20 steps an epoch
@@ -97,7 +102,7 @@ def test_80_columns_have_the_epoch_a_bar_the_pace_the_loss_and_what_is_monitored
     monitor = EarlyStopping(monitor="val/mae")
     terminal.fitted(callbacks=[second_a_step, monitor], **LONG)
     bars = terminal.bars()
-    pattern = r"epoch 2/4 [━╸╺ ]{10} 4 samples/s  0:\d\d left  step/loss \S+  val/mae \S+"
+    pattern = r"epoch 2/4 [━╸╺ ]{10} 4 samples/s  0:\d\d left  loss \S+  val/mae \S+.*"
     assert re.fullmatch(pattern, bars[30].rstrip()), "what does not fit is left out whole"
     assert len(bars) > 70
 
@@ -124,7 +129,7 @@ def test_no_line_is_wider_than_the_terminal(terminal, second_a_step, monkeypatch
 def test_a_bar_says_the_step_where_nobody_knows_the_end(terminal, second_a_step):
     data = Streamed(40, 4, val=False)
     terminal.fitted(callbacks=[second_a_step], data=data, max_epochs=1)
-    assert re.match(r"epoch 1/1 [━╸╺ ]{10} step 8  4 samples/s *$", terminal.bars()[7])
+    assert re.match(r"epoch 1/1 [━╸╺ ]{10} step 8  4 samples/s  loss \S+ *$", terminal.bars()[7])
 
 
 def test_the_time_left_is_that_of_the_clock_or_of_the_steps_whichever_ends_first(
@@ -152,9 +157,48 @@ def test_an_epoch_has_the_same_number_on_a_terminal_and_over_a_pipe(
     assert set(numbers) == {"1/2", "2/2"}
 
 
-def test_a_loss_is_shown_from_the_first_log_every_on(terminal, second_a_step):
-    terminal.fitted(callbacks=[second_a_step], **LONG)
-    assert ["loss" in bar for bar in terminal.bars()[:6]] == [False] * 4 + [True] * 2
+class Losses(Callback):
+    """Of each step, over all rows of this process."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[float] = []
+
+    def on_batch_end(self, trainer, batch, outputs):
+        pairs = zip([share.rows for share in batch.shares], outputs, strict=True)
+        self.of_steps.append(sum(rows * float(out["loss"]) for rows, out in pairs) / batch.rows)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_bar_has_the_loss_of_the_newest_step_from_the_first_step_on(
+    terminal, second_a_step, replicas
+):
+    losses = Losses()
+    strategy = DataParallel(replicas, accelerator="cpu")
+    with strategy:
+        done = terminal.fitted(callbacks=[second_a_step, losses], strategy=strategy, **LONG)
+    mean = done.metrics["train/loss"]
+    shown = [re.findall(r"  (\S*loss) (\S+)", bar)[0] for bar in terminal.bars()]
+    newest = [("loss", f"{loss:.4g}") for loss in losses.of_steps]
+    assert shown[:20] == newest[:20]
+    within = [each for each in shown if each[0] == "loss"]
+    assert {*within} <= {*newest}
+    assert {*shown[len(within) :]} == {("train/loss", f"{mean:.4g}")}, "it stays on screen"
+
+
+def test_the_bar_has_a_loss_of_each_optimizer(terminal, second_a_step, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    terminal.fitted(make=Pair, callbacks=[second_a_step], **LONG)
+    found = [re.findall(r"  (\S*loss) \S+", bar) for bar in terminal.bars()[:2]]
+    assert found == [["critic/loss"], ["critic/loss", "generator/loss"]]
+
+
+def test_a_loss_of_the_bar_counts_by_weight_and_a_step_without_a_row_has_none():
+    newest = NewestLoss()
+    assert newest.read({"": []}) == {}
+    given = [(4, {"loss": torch.tensor(1.0), "weight": 3}), (4, {"loss": torch.tensor(5.0)})]
+    assert newest.read({"": given}) == {"loss": (3 * 1.0 + 4 * 5.0) / 7}
+    nothing = [(2, {"loss": torch.tensor(math.nan), "weight": torch.tensor(0.0)})]
+    assert newest.read({"": nothing}) == {"loss": 23 / 7}, "that of the step before"
 
 
 def test_a_long_epoch_has_a_line_every_few_seconds(second_a_step, caplog):
@@ -199,8 +243,8 @@ def test_a_slow_terminal_takes_a_twenty_fifth_of_the_time(monkeypatch, terminal)
     clock = Clock(monkeypatch)
     draw, drawn = Progress._draw, []
 
-    def slow(*parts: Any) -> None:
-        draw(*parts)
+    def slow(*parts: Any, **options: Any) -> None:
+        draw(*parts, **options)
         clock.now += 0.1
         drawn.append(clock.now)
 
@@ -213,7 +257,7 @@ def test_a_slow_terminal_takes_a_twenty_fifth_of_the_time(monkeypatch, terminal)
 def test_the_bar_shows_how_far_a_validation_is(terminal, monkeypatch):
     ticks = Hooks(on_validation_batch_end=Clock(monkeypatch).ticks(1.0))
     terminal.fitted(callbacks=[ticks], **LONG)
-    pattern = r"epoch 1/4 [━╸╺ ]{10} validation batch (\d+)/20  step/loss"
+    pattern = r"epoch 1/4 [━╸╺ ]{10} validation batch (\d+)/20  loss"
     shown = [found[1] for bar in terminal.bars() if (found := re.match(pattern, bar))]
     assert shown == [str(done) for done in range(1, 21)]
 
@@ -333,6 +377,6 @@ def test_the_line_of_a_notebook_has_the_same_number_and_a_loss_within_the_epoch(
     monkeypatch.setattr(live, "time", progress.time)
     fitted(callbacks=[ticks, Live()], **LONG)
     lines = capsys.readouterr().out.split("\r")
-    assert lines[1].split() == ["epoch", "1/4", "step", "1/80"]
-    assert lines[5].startswith("epoch 1/4  step 5/80  step/loss ")
-    assert lines[20].startswith("epoch 1/4  step 20/80  step/loss ")
+    assert lines[1].startswith("epoch 1/4  step 1/80  loss ")
+    assert lines[5].startswith("epoch 1/4  step 5/80  loss ")
+    assert lines[20].startswith("epoch 1/4  step 20/80  loss ")

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from dpframe import Callback, Task, Trainer
+from dpframe.callbacks import progress
 from dpframe.callbacks.averages import EMA, SWA
+from dpframe.callbacks.progress import Progress
+from dpframe.callbacks.screen import Screen
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import SingleGPU
 
@@ -165,6 +168,16 @@ def trained(kind: Any, *, task: Any, data: Any = None, callbacks: Any = (), **gi
     )
     assert made.global_step > last  # else the watch would have ended by accident
     assert all(weight.isfinite().all() for weight in made.task.parameters())
+
+
+def test_a_bar_shows_losses_of_steps_and_waits_for_none(monkeypatch):
+    frames = []
+    monkeypatch.setattr(Screen, "draw", lambda *_, metrics, **more: frames.append({**metrics}))
+    monkeypatch.setattr(progress, "REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "PAUSE", 0)
+    trained(SingleGPU, task=Pair, callbacks=[Progress(bar=True)])
+    assert len(frames) >= 20
+    assert {"critic/loss", "generator/loss"} <= frames[-2].keys()
 
 
 class NoWaitingInValidation(Callback):

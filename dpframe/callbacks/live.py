@@ -4,6 +4,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from dpframe.callbacks.newest import NewestLoss
 from dpframe.callbacks.progress import current_epoch, inline, out_of
 from dpframe.trainer.callback import Callback
 
@@ -21,6 +22,7 @@ class Live(Callback):
     def __init__(self) -> None:
         self.width = 0  # of the line on screen
         self.next_draw = 0.0
+        self.newest = NewestLoss()
 
     def on_step_end(self, trainer: "Trainer") -> None:
         if time.perf_counter() >= self.next_draw:
@@ -29,7 +31,7 @@ class Live(Callback):
     on_epoch_end = on_step_end
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._draw(trainer)
+        self._draw(trainer, is_over=True)
         self.on_exception(trainer)
 
     def on_exception(self, trainer: "Trainer", error: BaseException | None = None) -> None:
@@ -37,13 +39,15 @@ class Live(Callback):
             print(flush=True)
         self.width = 0
 
-    def _draw(self, trainer: "Trainer") -> None:
+    def _draw(self, trainer: "Trainer", *, is_over: bool = False) -> None:
         if not trainer.strategy.is_main:
             return
         self.next_draw = time.perf_counter() + REDRAW_SECONDS
         step = f"step {trainer.global_step}{out_of(trainer.total_steps)}"
-        numbers = inline(trainer.step_metrics | trainer.metrics)
-        line = "  ".join([current_epoch(trainer), step, numbers])
+        numbers = trainer.step_metrics | trainer.metrics
+        if not is_over:
+            numbers = self.newest.beside(trainer, numbers)
+        line = "  ".join([current_epoch(trainer), step, inline(numbers)])
         print(f"\r{line:<{self.width}}", end="", flush=True)
         self.width = len(line)
 

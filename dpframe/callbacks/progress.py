@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.banner import banner, side_by_side, table
 from dpframe.callbacks.monitor import Best, Epoch, Monitor
+from dpframe.callbacks.newest import NewestLoss
 from dpframe.errors import not_one_of, printable
 from dpframe.trainer.callback import Callback
 
@@ -50,6 +51,7 @@ class Progress(Callback):
         self.screen: Screen | None = None
         self.epochs: list[Epoch] = []  # the last ones
         self.with_line: set[int] = set()  # the steps of epochs that have one
+        self.newest = NewestLoss()
         self.best: Best | None = None  # of what a callback monitors
         self.began = self.epoch_began = 0.0
         self.next_draw = self.next_line = math.inf  # without a screen; in other processes
@@ -102,7 +104,7 @@ class Progress(Callback):
         self.on_step_end(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._draw(trainer)
+        self._draw(trainer, is_over=True)
         self._stop(trainer)
         from dpframe.devices.memory import peaks as peaks_of
 
@@ -179,8 +181,11 @@ class Progress(Callback):
         if self.screen is None and not log.hasHandlers():  # no command line around this Trainer
             print(line, flush=True)
 
-    def _draw(self, trainer: "Trainer", within: str = "") -> None:
+    def _draw(self, trainer: "Trainer", within: str = "", *, is_over: bool = False) -> None:
         if self.screen is not None:
+            numbers = _newest(trainer, self.best)
+            if not is_over:  # what stays on screen are means over all replicas
+                numbers = _loss_first(self.newest.beside(trainer, numbers), self.best)
             epochs = [e._replace(metrics=_loss_first(e.metrics, self.best)) for e in self.epochs]
             self.screen.draw(
                 epochs,
@@ -188,7 +193,7 @@ class Progress(Callback):
                 where=current_epoch(trainer),
                 done=_share_done(trainer),
                 pace=within or self.pace.describe(trainer),
-                metrics=_newest(trainer, self.best),
+                metrics=numbers,
             )
 
     def _best_epoch(self) -> Epoch | None:
@@ -299,7 +304,7 @@ def _loss_first(metrics: dict[str, float], best: Best | None) -> dict[str, float
 
 
 def _is_first(name: str, best: Best | None) -> bool:
-    is_loss = name.startswith(("step/", "train/")) and name.endswith("/loss")
+    is_loss = f"/{name}".endswith("/loss") and not name.startswith("val/")
     return is_loss or (best is not None and name == best.monitor.name)
 
 

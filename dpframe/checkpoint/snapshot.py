@@ -85,6 +85,10 @@ class Snapshot:
             event.synchronize()
         self._done.clear()
 
+    @property
+    def is_done(self) -> bool:
+        return all(event.query() for event in self._done)
+
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.to(CPU, copy=True)

@@ -307,6 +307,7 @@ class Trainer(CallbackView):
                         before_step(self)
                     closure = training.step.closure(measured) if update.needs_closure else None
                     if update.step(closure, is_logged=is_logged):
+                        training.newest[update.name] = measured
                         means.add(prefixed(measured, update.name) if update.name else measured)
                         continue
                 left_out.end(update, is_logged=is_logged)

@@ -6,7 +6,7 @@ The task is told its lengths on the way, as its optimizers and schedules may ask
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from dpframe.trainer.evaluation import Evaluations, Placed, means_over
 from dpframe.trainer.feed import TrainingData
 from dpframe.trainer.optim.rates import ScaledRates
 from dpframe.trainer.optim.turns import Turns, turns_of
+from dpframe.trainer.outputs import Measured
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.recorder import RunInfo
@@ -64,6 +65,7 @@ class Training:
     later: Later | None  # None: there is one replica, or the shares are the same on any number
     resumed_from: dict[str, Any] | None  # the state of a checkpoint
     changes: list[str]  # what is not as it was there
+    newest: dict[str, list[Measured]] = field(default_factory=dict)  # of each optimizer, here
 
 
 class Watchers(NamedTuple):
