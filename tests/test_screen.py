@@ -4,7 +4,8 @@ import io
 import logging
 import math
 import re
-from contextlib import redirect_stdout
+import signal
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from dpframe.callbacks.live import Live
 from dpframe.callbacks.monitor import Best
 from dpframe.callbacks.newest import NewestLoss
 from dpframe.callbacks.progress import Progress
+from dpframe.errors import Interrupted
 from dpframe.strategies.data_parallel import DataParallel
 
 MOVES = r"\x1b\[[\d;?]*[A-Zhl]|\r"  # of the cursor, and what clears a line
@@ -166,6 +168,39 @@ class Losses(Callback):
     def on_batch_end(self, trainer, batch, outputs):
         pairs = zip([share.rows for share in batch.shares], outputs, strict=True)
         self.of_steps.append(sum(rows * float(out["loss"]) for rows, out in pairs) / batch.rows)
+
+
+def interrupt(trainer):
+    if trainer.global_step == 12:
+        raise Interrupted(signal.SIGINT)
+
+
+def stop(trainer):
+    if trainer.global_step == 12:
+        trainer.stop("enough")
+
+
+@pytest.mark.parametrize("end", [stop, interrupt])
+def test_a_run_that_ends_early_leaves_no_half_bar_and_no_time_left(terminal, second_a_step, end):
+    ends = pytest.raises(Interrupted) if end is interrupt else nullcontext()
+    with ends:
+        terminal.fitted(callbacks=[second_a_step, Hooks(on_step_end=end)], **LONG)
+    before, last = terminal.frames()[-3][-1], terminal.frames()[-1][-1]
+    assert "━" in before and " left" in before
+    assert re.match(r"epoch 1/4  4 samples/s  \S*loss \S+", last)
+    assert not re.search("[━╸╺]| left", last)
+
+
+@pytest.mark.parametrize(
+    ("data", "left"),
+    [(Rows(20, 4), r"epoch 1/1 ━{10} 4 "), (Streamed(40, 4, val=False), "epoch 1/1  step 10  4 ")],
+    ids=["rows", "stream"],
+)
+def test_a_run_that_ends_as_it_was_to_leaves_a_whole_bar_where_its_length_is_known(
+    terminal, second_a_step, data, left
+):
+    terminal.fitted(callbacks=[second_a_step], data=data, max_epochs=1)
+    assert re.match(left, terminal.frames()[-1][-1])
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dpframe.callbacks.banner import banner, side_by_side, table
 from dpframe.callbacks.monitor import Best, Epoch, Monitor
 from dpframe.callbacks.newest import NewestLoss
-from dpframe.errors import not_one_of, printable
+from dpframe.errors import Interrupted, not_one_of, printable
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class Progress(Callback):
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
         with suppress(OSError):  # the reader has gone: that must not hide what ended the run
+            if isinstance(error, Interrupted):  # else what is drawn may be what has failed
+                self._draw(trainer, is_over=True)
             self._stop(trainer)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
@@ -186,13 +188,15 @@ class Progress(Callback):
             numbers = _newest(trainer, self.best)
             if not is_over:  # what stays on screen are means over all replicas
                 numbers = _loss_first(self.newest.beside(trainer, numbers), self.best)
+            done = _share_done(trainer)
             epochs = [e._replace(metrics=_loss_first(e.metrics, self.best)) for e in self.epochs]
             self.screen.draw(
                 epochs,
                 self._best_epoch(),
                 where=current_epoch(trainer),
-                done=_share_done(trainer),
-                pace=within or self.pace.describe(trainer),
+                done=done,
+                has_bar=not is_over or done == 1.0,
+                pace=within or self.pace.describe(trainer, is_over=is_over),
                 metrics=numbers,
             )
 
@@ -236,7 +240,7 @@ class Pace:
         self.first_step = trainer.global_step
         self.marks = deque([(self.began, trainer.progress.rows_seen)], maxlen=3)
 
-    def describe(self, trainer: "Trainer") -> str:
+    def describe(self, trainer: "Trainer", *, is_over: bool = False) -> str:
         """The rate of the last seconds, and the time left; the step where the end is unknown."""
         now, rows = time.perf_counter(), trainer.progress.rows_seen
         then, rows_then = self.marks[0]
@@ -246,7 +250,7 @@ class Pace:
         left = self._seconds_left(trainer, now)
         if left is None:
             return rate if trainer.total_steps else f"step {trainer.global_step}  {rate}"
-        return f"{rate}  {_clock(left)} left" if left else rate
+        return f"{rate}  {_clock(left)} left" if left and not is_over else rate
 
     def _seconds_left(self, trainer: "Trainer", now: float) -> float | None:
         """The shorter one, by steps and by the clock."""

@@ -31,6 +31,7 @@ class Screen:
         *,
         where: str,
         done: float | None,
+        has_bar: bool,
         pace: str,
         metrics: Mapping[str, float],
     ) -> None:
@@ -46,7 +47,7 @@ class Screen:
         while names and console.measure(table, options=whole).maximum > console.width:
             names.pop()
             table = _table(rows, best, names)
-        bar = _bar(where, done, pace, metrics, console.width)
+        bar = _bar(where, done, pace, metrics, console.width, has_bar=has_bar)
         self.live.update(Group(table, bar) if rows else bar, refresh=True)
 
     def stop(self) -> None:
@@ -66,7 +67,13 @@ def _table(rows: Sequence[Epoch], best: Epoch | None, names: Sequence[str]) -> T
 
 
 def _bar(
-    where: str, done: float | None, pace: str, metrics: Mapping[str, float], width: int
+    where: str,
+    done: float | None,
+    pace: str,
+    metrics: Mapping[str, float],
+    width: int,
+    *,
+    has_bar: bool,
 ) -> Table:
     words = [f"  {name} {value:.4g}" for name, value in metrics.items()]
     room = width - len(where) - len(pace) - 2
@@ -76,8 +83,10 @@ def _bar(
     while words and sum(map(len, words)) > room - columns:
         words.pop()
     bar = ProgressBar(1.0, done or 0.0, columns, done is None, animation_time=time.monotonic())
-    line = Table.grid(*(Column(no_wrap=True, overflow="crop") for _ in range(3)), padding=(0, 1))
-    line.add_row(_text(where), bar, _text(printable(pace + "".join(words))))
+    numbers = _text(printable(pace + "".join(words)))
+    parts = (_text(where), bar, numbers) if has_bar else (_text(f"{where} "), numbers)
+    line = Table.grid(*(Column(no_wrap=True, overflow="crop") for _ in parts), padding=(0, 1))
+    line.add_row(*parts)
     return line
 
 
