@@ -3,11 +3,18 @@
 import csv
 import json
 import math
+import os
+import pty
+import re
 import shlex
+import sys
+from contextlib import suppress
 
 import pytest
 from command import attempts, dpframe, write
+from forked import started
 
+from dpframe.cli import main
 from dpframe.cli.outcome import outcome_of
 
 BOSTON = ["recipe=boston", "trainer.max_epochs=2"]
@@ -36,6 +43,35 @@ def test_a_run_whose_time_was_over_goes_on_without_that_limit_with_a_schedule_to
     limits = ["trainer.max_epochs=100000", "trainer.max_seconds=0.1", "task/schedule=linear"]
     (done,) = attempts([["recipe=boston", *limits, "hydra.run.dir=run"]], tmp_path)
     assert words(ends(done.out)["resume"]) == ["resume=run", "trainer.max_seconds=null"], done.err
+
+
+def on_terminal() -> None:
+    """The command on a terminal of its own; what this shows is printed."""
+    child, terminal = pty.fork()
+    if child == 0:
+        sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115
+        main()
+        sys.exit(0)
+    with suppress(OSError):  # the other end is closed
+        while shown := os.read(terminal, 1 << 16):
+            sys.stdout.write(shown.decode())
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_command_shows_colours_on_a_terminal_alone_and_not_with_no_color(tmp_path, no_color):
+    line = ["recipe=boston", "trainer.max_epochs=1", "logger=none"]
+    variables = {"TERM": "xterm", "NO_COLOR": no_color}
+    with started(line, tmp_path, program=on_terminal, **variables) as job:
+        assert job.wait() == 0, job.printed()
+        shown = job.printed()
+    assert "━" in shown and "\x1b[2K" in shown, "a bar is drawn again and again"
+    colours = {*re.findall(r"\x1b\[[\d;]*m", shown)}
+    assert ("\x1b[32m" in colours) is (not no_color)
+    best = "best       epoch 1, step 4: val/loss "
+    assert (f"\n\x1b[32m{best}" if not no_color else f"\n{best}") in shown.replace("\r", "")
+    (piped,) = attempts([line], tmp_path, **variables)
+    assert f"\n{best}" in piped.out and "\x1b" not in piped.out + piped.err
 
 
 def test_the_commands_that_a_run_ends_with_can_be_typed(tmp_path):

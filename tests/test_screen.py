@@ -405,6 +405,27 @@ def test_what_is_printed_or_logged_on_a_terminal_comes_above_the_bar(
         assert re.search(rf"(?:{MOVES}){said}\nepoch 1/4", plain), "else the bar overwrites it"
 
 
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_shows_the_best_and_warnings_in_a_colour_unless_no_color_is_set(
+    terminal, second_a_step, tmp_path, monkeypatch, no_color
+):
+    from dpframe.modes.output import logging_to
+
+    monkeypatch.setenv("NO_COLOR", no_color)
+    best = Best("val/score", "max", "")
+    with redirect_stdout(terminal), logging_to(tmp_path, rank=0):
+        for level in (logging.WARNING, logging.INFO):
+            logging.getLogger("dpframe").log(level, "said: \x1b[31mred")
+    terminal.fitted(Scripted([7.0, 3.0]), callbacks=[second_a_step, best])
+    out = terminal.getvalue()
+    warning = "warning: " if no_color else "\x1b[33mwarning:\x1b[0m "
+    assert out.startswith(f"{warning}said: \\x1b[31mred\nsaid: \\x1b[31mred\n")
+    green = "" if no_color else "\x1b[32m"
+    assert re.search(rf"\n{re.escape(green)} +1\D.*best", out), "the row of the best epoch"
+    assert "\x1b[32m" not in re.findall(r"\n.* +2\D.*", out)[-1]
+    assert "\x1b" not in (tmp_path / "run.log").read_text()
+
+
 def test_the_line_of_a_notebook_has_the_same_number_and_a_loss_within_the_epoch(
     capsys, monkeypatch
 ):

@@ -1,8 +1,9 @@
 """What a program's Trainer shows: one line in a notebook, a bar on a terminal."""
 
 from dpframe.callbacks.live import Live, is_notebook
-from dpframe.callbacks.progress import Progress, can_redraw
+from dpframe.callbacks.progress import Progress
 from dpframe.trainer.callback import Callback
+from dpframe.util.terminal import can_redraw
 
 
 def display(callbacks: list[Callback], *, is_wanted: bool) -> list[Callback]:

@@ -7,8 +7,6 @@ a second there is one every few seconds, with the first, the best and the last.
 
 import logging
 import math
-import os
-import sys
 import time
 from collections import deque
 from contextlib import suppress
@@ -19,6 +17,7 @@ from dpframe.callbacks.monitor import Best, Epoch, Monitor
 from dpframe.callbacks.newest import NewestLoss
 from dpframe.errors import Interrupted, not_one_of, printable
 from dpframe.trainer.callback import Callback
+from dpframe.util.terminal import can_redraw
 
 if TYPE_CHECKING:
     from dpframe.callbacks.screen import Screen
@@ -272,10 +271,6 @@ def out_of(total: int | None) -> str:
 
 def inline(metrics: dict[str, float]) -> str:
     return printable("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-
-
-def can_redraw() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _best_so_far(trainer: "Trainer") -> Best | None:

@@ -61,8 +61,9 @@ def _table(rows: Sequence[Epoch], best: Epoch | None, names: Sequence[str]) -> T
     table.add_column(no_wrap=True)
     for row in rows:
         numbers = [f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names]
-        mark = "best" if best is not None and row.step == best.step else ""
-        table.add_row(str(row.number), str(row.step), *numbers, mark)
+        is_best = best is not None and row.step == best.step
+        cells = (str(row.number), str(row.step), *numbers, "best" if is_best else "")
+        table.add_row(*cells, style="green" if is_best else None)
     return table
 
 

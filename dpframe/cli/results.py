@@ -15,6 +15,7 @@ from dpframe.config.objective import Objective
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import ruled, table_text
 from dpframe.util import files
+from dpframe.util.terminal import coloured
 
 NAME = "sweep.json"
 JOURNAL = "sweep.jsonl"  # what has changed since that was written: a `Result` a line
@@ -109,7 +110,8 @@ class Results:
         if (best := self.best) is not None and best.value is not None:
             of = self.title(best).partition(" of ")[0].partition(":")[0]
             path = self.directory / best.directory
-            lines.append(f"best: {of}, {metric} {_number(best.value)}, {printable(str(path))}")
+            line = f"best: {of}, {metric} {_number(best.value)}, {printable(str(path))}"
+            lines.append(coloured(line, "green"))
         means = self.means()
         if means:
             lines += ["", self._table_of(means)]

@@ -14,7 +14,7 @@ from dpframe.config.compose import Composed
 from dpframe.config.schema import RunSettings
 from dpframe.config.untrusted import must_be_typed
 from dpframe.data import DataSets
-from dpframe.errors import Failure, UserError
+from dpframe.errors import Failure, UserError, printable
 from dpframe.launch import environment
 from dpframe.launch.rank import has_parent
 from dpframe.launch.rank_errors import RankFailed
@@ -24,6 +24,7 @@ from dpframe.trainer import Trainer
 from dpframe.trainer.optim.schedule import ends_with_training
 from dpframe.trainer.progress import Progress
 from dpframe.util import files, traces
+from dpframe.util.terminal import coloured
 
 
 def named(settings: RunSettings) -> dict[str, Any]:
@@ -92,7 +93,10 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
             rows.append(("resume", command(job, f"resume={summary['directory']}", *longer)))
     dashboards = [logger.dashboard(summary["directory"]) for logger in trainer.loggers]
     rows += [("dashboard", command) for command in dashboards if command]
-    return "\n" + "\n".join(f"{name:<10} {value}" for name, value in rows)
+    lines = [printable(f"{name:<10} {value}") for name, value in rows]
+    if summary["best"]:
+        lines[0] = coloured(lines[0], "green")
+    return "\n".join(["", *lines])
 
 
 def going_on(job: Composed, directory: str) -> str:

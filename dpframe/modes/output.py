@@ -11,6 +11,7 @@ from typing import Any
 
 from dpframe.errors import Failure, Interrupted, UserError, printable
 from dpframe.util import traces
+from dpframe.util.terminal import coloured
 
 
 def open_all() -> None:
@@ -173,7 +174,10 @@ class _Screen(logging.StreamHandler):
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = _shown(record, super().format(record))
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+        if record.levelno < logging.WARNING:
+            return text
+        colour = "yellow" if record.levelno == logging.WARNING else "red"
+        return f"{coloured(f'{record.levelname.lower()}:', colour)} {text}"
 
 
 def _shown(record: logging.LogRecord, text: str) -> str:

@@ -22,7 +22,7 @@ from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
 from dpframe.config.schema import NONE
 from dpframe.config.untrusted import calls_in
 from dpframe.devices import memory
-from dpframe.errors import Interrupted, UserError, explain_exits, listed, printable
+from dpframe.errors import Interrupted, UserError, explain_exits, listed
 from dpframe.launch import signals
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
@@ -99,7 +99,7 @@ def _perform(job: Composed, work: Work, strategy: Strategy, git: Git) -> dict[st
         if job.history is not None:  # from Python, which has no use for commands
             return summary | {"history": job.history.rows}
         if strategy.is_main and job.settings.mode == "fit" and job.number is None:
-            print(printable(last_words(job, summary, trainer)), flush=True)
+            print(last_words(job, summary, trainer), flush=True)
         return summary
 
 
