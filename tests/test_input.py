@@ -5,20 +5,27 @@ import gzip
 import importlib
 import os
 import re
+from collections import namedtuple
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from command import attempts, dpframe, write
-from small import Rows, Small, trainer
+from small import Rows, Small, Streamed, is_same, trainer
+from torch.utils.data import DataLoader
 
-from dpframe import UserError, load
+from dpframe import DataSets, UserError, load
 from dpframe.data import input
+from dpframe.data.columns import Columns
 from dpframe.data.input import Images, Table, dataset_of, numbers_of
 from dpframe.recipes.boston import COLUMNS, BostonData, read_table
 from dpframe.recipes.boston import PACKAGED_FILE as BOSTON
 from dpframe.recipes.lenet import LeNetData
+from dpframe.strategies.ddp import DDP
+from dpframe.trainer.predictions import Predictions
 
+House = namedtuple("House", "rooms street")
 TRAINED = "run/checkpoints/best.ckpt"
 
 
@@ -52,6 +59,113 @@ def test_a_tables_rows_are_predicted_in_their_order_on_each_strategy(run, words)
     wanted = load(run / TRAINED).predict_step((features.float().double(),))[:, 0]
     got = (run / where / "predictions.csv").read_text().split()[1:]
     assert list(map(float, got)) == pytest.approx(wanted.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "words", [("strategy=cpu",), ("strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu")]
+)
+def test_a_tables_own_columns_stand_beside_its_predictions_as_they_were(run, words):
+    where = f"beside-{len(words)}"
+    line = ["recipe=boston", "mode=predict", f"checkpoint={TRAINED}", "data.input=houses.csv"]
+    columns = "predict.columns=[id,note,RM,Z*]"
+    done = dpframe(*line, *words, columns, f"hydra.run.dir={where}", cwd=run)
+    assert done.returncode == 0, done.stderr
+    got = list(csv.DictReader((run / where / "predictions.csv").open()))
+    assert [*got[0]] == ["id", "note", "RM", "ZN", "output"]
+    with (run / "houses.csv").open() as file:
+        for number, (wanted, row) in enumerate(zip(csv.DictReader(file), got, strict=True)):
+            assert float(row.pop("output"))
+            assert row == {"id": str(number), **{name: wanted[name] for name in [*row][1:]}}
+
+
+def test_columns_that_are_not_there_are_refused_before_the_run_has_a_directory(run):
+    line = ["recipe=boston", "mode=predict", f"checkpoint={TRAINED}", "hydra.run.dir=refused"]
+    table, its_own = attempts(
+        [
+            [*line, "data.input=houses.csv", "predict.columns=[id,NOTE]"],
+            [*line, "predict.columns=[rooms]"],
+        ],
+        run,
+    )
+    assert table.err == (
+        "dpframe: predict.columns=[NOTE]: a row has no such column; did you mean note?\n"
+    )
+    assert its_own.err.startswith(
+        "dpframe: predict.columns=[rooms]: a row has no such column; there is: id, input_0_0, "
+    )
+    assert (table.code, its_own.code) == (2, 2) and not (run / "refused").exists()
+
+
+ROWS = {
+    "a tensor": (torch.tensor(1.5), {"input": 1.5}),
+    "tensors and a number": (
+        (torch.tensor([1.0, 2.0]), torch.tensor([3.0]), 4, torch.zeros(2, 2)),
+        {"input_0_0": 1.0, "input_0_1": 2.0, "input_1": 3.0, "input_2": 4},
+    ),
+    "names": (
+        {"text": "a", "size": np.int64(3), "image": torch.zeros(2, 2)},
+        {"text": "a", "size": 3},
+    ),
+    "a named tuple": (House(1.0, "b"), {"rooms": 1.0, "street": "b"}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_columns_of_a_row_are_its_numbers_and_texts(name):
+    row, wanted = ROWS[name]
+    columns = Columns([row, row], ["*"])
+    assert columns.names == [*wanted]
+    assert [*columns.rows()] == [[*wanted.values()]] * 2
+    assert [*Columns([row, row], ["id", "*"]).rows()][1] == [1, *wanted.values()]
+    assert [*islice(Columns([row, row], ["id"]).rows(), 2)] == [[0], [1]]
+
+
+def test_a_column_of_the_input_that_is_called_id_is_that_one():
+    columns = Columns([{"id": "x7"}, {"id": "x9"}], ["id"])
+    assert [*columns.rows()] == [["x7"], ["x9"]]
+
+
+def test_an_image_has_its_files_name_for_a_column(tmp_path):
+    columns = Columns(Images([tmp_path / "a.png", tmp_path / "b.png"], dict), ["id", "file"])
+    assert [*columns.rows()] == [[0, "a.png"], [1, "b.png"]]
+
+
+def test_a_stream_has_the_places_of_its_rows_alone():
+    stream = Streamed(8, 4).train_dataset()
+    assert [*islice(Columns(stream, ["id"]).rows(), 2)] == [[0], [1]]
+    with pytest.raises(UserError, match="a stream's rows are read once; use .*=\\[id\\]"):
+        Columns(stream, ["*"])
+
+
+def test_an_order_of_a_data_loaders_own_has_no_columns():
+    data = DataSets(predict=DataLoader(Rows().train, sampler=[2, 0, 1]))
+    with pytest.raises(UserError, match="an order of its own"):
+        trainer(Small(), data).predict(columns=["id"])
+    assert trainer(Small(), data).predict().rows == 3
+
+
+def test_a_column_called_as_a_prediction_has_another_name_in_the_table(tmp_path):
+    columns = Columns([{"output": 1.0, "x": 2.0}], ["*"])
+    path = Predictions([[torch.ones(1)]], columns=columns).save(tmp_path)
+    assert path.read_text().split() == ["input_output,x,output", "1.0,2.0,1.0"]
+
+
+def test_predictions_that_are_no_table_have_no_columns_and_say_so(tmp_path, caplog):
+    columns = Columns([0.0], ["id"])
+    path = Predictions([[torch.ones(1, 2, 2)]], columns=columns).save(tmp_path)
+    assert path.name == "predictions.pt" and is_same(torch.load(path), torch.ones(1, 2, 2))
+    (record,) = caplog.records
+    assert record.message.startswith("predict.columns stand in predictions.csv alone")
+
+
+def test_ranks_hand_the_columns_to_the_trainer_that_started_them(tmp_path):
+    data = Rows(10)
+    with trainer(Small(), data, strategy=DDP(2, accelerator="cpu")) as made:
+        made.predict(columns=["id", "input_1"]).save(tmp_path)
+    got = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+    assert [int(row["id"]) for row in got] == list(range(10))
+    held_out = data.held_out.tensors[1]
+    assert [float(row["input_1"]) for row in got] == held_out.tolist()
 
 
 NUMBERS = ["0", "-7", "+3", "1.50", "10.", ".5", "-0.25", "2e3", "1.5E-7", " 4 "]

@@ -15,6 +15,7 @@ from dpframe.config.hints import hint
 from dpframe.config.overrides import key_of, value_of
 from dpframe.config.schema import (
     CONFIG_NAME,
+    SWITCHES,
     Group,
     defaults,
     groups,
@@ -189,8 +190,11 @@ class _Mistake:
 
     def no_group(self, found: re.Match[str]) -> str:
         keys = [key for key, kind in groups().items() if kind.__name__ == found[1]]
-        typed = [key for key in keys if value_of(key, self.overrides) == found[2]]
+        value = found[2].lower()  # of true, which Hydra shows as True
+        typed = [key for key in keys if (value_of(key, self.overrides) or "").lower() == value]
         key = " or ".join(typed or keys)
+        if value == "true" and key in SWITCHES:
+            return f"{key}=true: did you mean {SWITCHES[key]}?"
         return f"{key}={found[2]} is one value; set its keys, as {key}.KEY=VALUE"
 
     # Where the nearest name is looked for

@@ -67,6 +67,13 @@ class Table(IterableDataset):
     make_row: MakeRow
 
     def __iter__(self) -> Iterator[Any]:
+        return self._read(lambda texts: self.make_row({k: _number(v) for k, v in texts.items()}))
+
+    def texts(self) -> Iterator[dict[str, str]]:
+        """The rows by column, as they stand there."""
+        return self._read(dict)
+
+    def _read(self, make: MakeRow) -> Iterator[Any]:
         opened: Any = gzip.open if self.path.suffix.lower() == ".gz" else open
         line = 1
         try:
@@ -82,7 +89,7 @@ class Table(IterableDataset):
                     line = lines.line_num
                     if fields:  # a blank line is no row
                         is_empty = False
-                        yield self.make_row(_by_column(header, fields))
+                        yield make(_by_column(header, fields))
         except UserError as error:
             raise UserError(f"{self.path} line {line}: {error}") from None
         except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
@@ -133,10 +140,10 @@ def numbers_of(row: Any) -> tuple[Tensor]:
     return (torch.tensor(list(row.values()), dtype=torch.float32),)
 
 
-def _by_column(header: list[str], fields: list[str]) -> dict[str, float | str]:
+def _by_column(header: list[str], fields: list[str]) -> dict[str, str]:
     if len(fields) != len(header):
         raise UserError(f"{len(fields)} values for {len(header)} columns; fix that line")
-    return {name: _number(text) for name, text in zip(header, fields, strict=True)}
+    return dict(zip(header, fields, strict=True))
 
 
 def _number(text: str) -> float | str:

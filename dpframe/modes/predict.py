@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 EVALUATES = True
 
 
+@dataclass
+class Settings:
+    """The keys `predict.…`."""
+
+    columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "[id, name, 'x*']: of the input, beside its predictions; id: a row's place"
+        },
+    )
+
+
 def run(job: Composed) -> dict[str, Any]:
     from dpframe.modes.run import launch
 
@@ -26,7 +39,8 @@ def predict(trainer: "Trainer", job: Composed, directory: str) -> None:
     warn_of_limits(job, "predict")
     began = time.perf_counter()
     with _naming_input(trainer):
-        predictions = trainer.predict(spool=directory)
+        columns = job.settings.modes["predict"].columns
+        predictions = trainer.predict(spool=directory, columns=columns or ())
     seconds = time.perf_counter() - began
     several = predictions if isinstance(predictions, dict) else {"": predictions}
     there = [each for each in several.values() if each is not None]  # of the main process

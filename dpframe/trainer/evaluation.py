@@ -1,6 +1,6 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from dpframe import seeding
 from dpframe.data import Batch, DataModule, Loader, placed
+from dpframe.data.columns import Columns
+from dpframe.data.order import Order
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Interrupted, UserError
 from dpframe.launch.signals import Interruption
@@ -104,9 +106,24 @@ class Evaluation:
             named = {f"{self.prefix}/{name}": value for name, value in means}
             return named | self.task_metrics.results(self.prefix, named)
 
+    def columns(self, asked: Sequence[str]) -> Columns | None:
+        """What of the data set's rows stands beside their predictions."""
+        if not asked:
+            return None
+        if not isinstance(self.loader.order, Order | None):
+            raise UserError(
+                "predict.columns: the DataLoader to predict on has an order of its own; give its "
+                "data set, or leave predict.columns out"
+            )
+        return Columns(self.loader.rows.dataset, asked)
+
     @torch.no_grad()
     def predictions(
-        self, spool: str | Path | None = None, *, after_batch: AfterBatch | None = None
+        self,
+        spool: str | Path | None = None,
+        columns: Columns | None = None,
+        *,
+        after_batch: AfterBatch | None = None,
     ) -> Predictions | None:
         """Every row's output in the order of the data set, on the main process; None elsewhere.
         Large outputs are kept on disk, in the directory `spool`, if it is set."""
@@ -127,7 +144,7 @@ class Evaluation:
             return None
         if not batches:
             raise UserError(f"predict: {NO_ROWS}")
-        return Predictions(batches, self.name, rows=self.rows)
+        return Predictions(batches, self.name, self.rows, columns)
 
     def _batches(
         self,

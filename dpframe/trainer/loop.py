@@ -240,18 +240,20 @@ class Trainer(CallbackView):
         """Measures the test sets; returns `metrics`, e.g. {"test/loss": 0.5}."""
         return self._evaluate("test", "test", "on_test")
 
-    def predict(self, *, spool: str | Path | None = None) -> Any:
+    def predict(self, *, spool: str | Path | None = None, columns: Iterable[str] = ()) -> Any:
         """Returns Predictions, or several by the names of the data sets; None on all processes but
-        the main one. Large predictions are kept on disk, in the directory `spool`, if it is set."""
+        the main one. Large predictions are kept on disk, in the directory `spool`, if it is set.
+        `columns` of the data set, and "id", stand beside them in a table that is saved."""
         if self.ranks is not None:
-            return self._run_on_ranks("predict")
+            return self._run_on_ranks("predict", columns=columns)
         by_name: dict[str, Predictions] = {}
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
         with self._evaluating("predict", "predict") as evaluations:
+            beside = {name: each.columns([*columns]) for name, each in evaluations.by_name.items()}
             self.hooks.call("on_predict_start", self)
             self.task.adapter.begin_pass("predict")
             for name, evaluation in evaluations.by_name.items():
-                predictions = evaluation.predictions(spool, after_batch=after_batch)
+                predictions = evaluation.predictions(spool, beside[name], after_batch=after_batch)
                 if predictions is not None:
                     by_name[name] = predictions
                 self.hooks.call_on_main("on_predict_end", self, predictions)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpframe import checkpoint
+from dpframe.data.columns import Columns
 from dpframe.data.module import leaves
 from dpframe.errors import Failure, UserError
 from dpframe.util import files
@@ -35,6 +36,7 @@ class Predictions:
     batches: Sequence[list[Any]]
     name: str = ""  # of the data set, where there are several
     rows: int = 0
+    columns: Columns | None = None  # of the data set, which stand before those of the outputs
 
     def joined(self) -> Any:
         """One value over all rows: a tensor, or a tuple or dict of them; a list with an entry a
@@ -51,8 +53,13 @@ class Predictions:
             try:
                 path = directory / f"{stem}.csv"
                 with files.atomic_write(path) as part:
-                    _write_table(self._pieces(), part)
+                    _write_table(self._pieces(), part, self.columns)
             except NoTable:
+                if self.columns is not None:
+                    log.warning(
+                        "predict.columns stand in predictions.csv alone: the predictions are a "
+                        "file of torch, in the order of the data set"
+                    )
                 is_folder = isinstance(self.batches, Spool) and self.batches.is_on_disk
                 path = directory / (stem if is_folder else f"{stem}.pt")
                 with files.atomic_write(path) as part:
@@ -76,8 +83,9 @@ class NoTable(Exception):
     """The predictions, or a piece of them, have no columns of numbers or texts."""
 
 
-def _write_table(pieces: Iterable[Any], part: Path) -> None:
+def _write_table(pieces: Iterable[Any], part: Path, beside: Columns | None = None) -> None:
     columns = None
+    rows = iter(list, None) if beside is None else beside.rows()
     with part.open("w", newline="", encoding="utf-8") as text:
         writer = csv.writer(text)
         for piece in pieces:
@@ -86,8 +94,11 @@ def _write_table(pieces: Iterable[Any], part: Path) -> None:
                 raise NoTable
             if columns is None:
                 columns = [*table]
-                writer.writerow(columns)
-            writer.writerows(zip(*table.values(), strict=True))
+                names = [] if beside is None else beside.names
+                names = [f"input_{name}" if name in table else name for name in names]
+                writer.writerow([*names, *columns])
+            outputs = zip(*table.values(), strict=True)
+            writer.writerows([*next(rows), *output] for output in outputs)
 
 
 def _write_objects(pieces: Iterable[Any], part: Path, *, is_folder: bool) -> None:
