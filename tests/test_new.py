@@ -1,10 +1,12 @@
 """`dpframe new` writes a project that works as it stands: its own test says so."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from textwrap import dedent
 
 import jsonschema
 import pytest
@@ -28,7 +30,7 @@ def project(tmp_path_factory):
 @pytest.mark.whole
 def test_a_new_projects_own_test_passes(project):
     code, printed = fresh(own_test, folder=project)
-    assert code == 0 and "4 passed" in printed, printed
+    assert code == 0 and "3 passed" in printed, printed
 
 
 def own_test():
@@ -36,6 +38,22 @@ def own_test():
     with redirect_stdout(StringIO()) as printed:
         code = pytest.main(["-q", "-p", "no:cacheprovider"])
     return int(code), printed.getvalue()
+
+
+def test_the_class_that_its_recipe_shows_trains(project):
+    """In place of dpframe.Supervised."""
+    text = (project / "weather_forecast" / "recipe.py").read_text().split('"""')[1]
+    shown = re.search(r"^    class Curve.*?(?=^\w)", text, re.M | re.S)[0]
+    place = project / "weather_forecast" / "own.py"
+    place.write_text(f"import dpframe\n\n{dedent(shown)}")
+    own = [
+        "~task.loss",
+        "task._target_=weather_forecast.own.Curve",
+        "experiment=weather_forecast_quick",
+    ]
+    (done,) = attempts([["recipe=weather_forecast", *own]], project)
+    place.unlink()
+    assert done.code == 0 and "val/loss" in done.out, done.err
 
 
 def test_an_editor_is_told_where_the_schema_of_its_configs_is(project):
@@ -74,17 +92,17 @@ def test_mypy_finds_nothing_in_a_new_project(project):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no issues found in 5 source files" in done.stdout
+    assert "no issues found in 4 source files" in done.stdout
 
 
 def test_help_has_an_installed_projects_options(project, tmp_path):
     pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(tmp_path)]
     subprocess.run([sys.executable, "-m", *pip, str(project)], check=True)
     shown = cold_dpframe("--help", cwd=tmp_path.parent, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
-    for group, name in (("recipe", ""), ("callbacks", "_norm"), ("strategy", "_laptop")):
+    for group, name in (("recipe", ""), ("callbacks", "_norm"), ("experiment", "_quick")):
         option = f"{group}=weather_forecast{name}"
         assert option in " ".join(shown.split())
-    assert shown.count("(weather_forecast 0.1.0)") == 4
+    assert shown.count("(weather_forecast 0.1.0)") == 3
 
 
 def test_its_help_writes_nothing(tmp_path):

@@ -13,9 +13,8 @@ from dpframe.errors import UserError
 
 HELP = """dpframe new NAME     or FOLDER/NAME
 
-Writes a small project: a package NAME with a recipe, a callback, a strategy and their options,
-its test and its pyproject.toml. Its options are there in its folder, and once it is installed in
-every directory."""
+Writes a small project: a package NAME with a recipe, a callback and their options, its test and its
+pyproject.toml. Its options are there in its folder, and once it is installed in every directory."""
 NAME = "NAME"  # stands for the project's, in the names of files and in them
 
 
@@ -34,7 +33,7 @@ def new(words: Sequence[str]) -> str:
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}; name another") from None
     return (
-        f"{folder} is a project with a recipe, a callback and a strategy; next:\n"
+        f"{folder} is a project with a recipe and a callback; next:\n"
         f"  cd {shlex.quote(str(folder))}\n"
         f"  dpframe recipe={name}\n"
         "  dpframe schema > dpframe.schema.json   # by which an editor checks the configs\n"
