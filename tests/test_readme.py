@@ -177,7 +177,8 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^step +batch 64 = 22 \+ 22 \+ 20$",
     ),
-    "--config-dir mine recipe=tuned task.optimizer.groups.backbone.lr=0.002": (
+    "--config-dir mine recipe=tuned checkpoint=outputs/boston/…/checkpoints/best.ckpt "
+    "checkpoint_skip=[net.4]": (
         "trainer.max_epochs=12",
         r"^step 40: net\.0 is thawed$",
     ),
