@@ -12,6 +12,7 @@ from dpframe.config.schema import OPEN, PARTS, SWITCHED, SWITCHES, WHOLE
 from dpframe.errors import nearest, suggestion
 
 LATER = ("optimizer", "scheduler")  # what the Task makes of a part
+TABLES = ("task.metrics", "task.optimizer.groups")  # of what a user names, with no class themselves
 
 
 def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str:
@@ -50,7 +51,8 @@ def _in_other_places(
     head, name = key.split(".")[0], key.rpartition(".")[2]
     if brings_it := [each for each in offers if each.endswith(f" {key}")]:
         return f"{brings_it[0].split()[0]} has it"
-    if meant := elsewhere(config, name) or ([] if known else elsewhere(config, head)):
+    meant = [] if name == "_target_" else elsewhere(config, name)  # which each part has
+    if meant := meant or ([] if known else elsewhere(config, head)):
         return f"did you mean {' or '.join(meant)}?"
     if known == ["trainer"] and name in config:  # e.g. strategy, an argument of other Trainers
         return f"did you mean {name}?"
@@ -107,6 +109,8 @@ def _at_the_top(config: Mapping[str, Any], key: str) -> str:
 
 
 def _class_first(part: str, key: str) -> str:
+    if part in TABLES:
+        return f"+{key}=… adds it"
     words = [f"+{part}._target_=…", f"+{key}=…"]
     words[1:1] = [f"+{part}._partial_=true"] * (part.rpartition(".")[2] in LATER)
     return f"{part} has no class; name it, too: {' '.join(dict.fromkeys(words))}"
