@@ -135,6 +135,7 @@ TESTS = {
     "test_gpus_that_are_named_and_torchruns_ranks_are_refused",
     "test_settings_of_parts_are_refused_in_one_line",
     "test_the_bar_has_the_loss_of_the_newest_step_from_the_first_step_on",
+    "test_the_metrics_of_the_best_epoch_are_taken_from_a_checkpoint_if_they_are_numbers",
     "test_a_loss_of_the_bar_counts_by_weight_and_a_step_without_a_row_has_none",
     "test_a_run_that_ends_early_leaves_no_half_bar_and_no_time_left",
     "test_a_terminal_shows_the_best_and_warnings_in_a_colour_unless_no_color_is_set",

@@ -611,6 +611,18 @@ def used() -> list[Any]:
     return [stopping, keeper, Prune("val/score"), Best("val/score", "min", "k"), EMA(0.5), Counts()]
 
 
+def test_the_metrics_of_the_best_epoch_are_taken_from_a_checkpoint_if_they_are_numbers():
+    best = Best("val/loss", "min", "callbacks.checkpoint")
+    for metrics in ({"val/loss": 1.0, "val/count": 3}, {"val/loss": torch.tensor(1.0)}):
+        best.load_state_dict({"best": 1.0, "epoch": 1, "step": 5, "metrics": metrics})
+        assert best.metrics == metrics
+    best.load_state_dict({"best": 1.0})  # of an older version
+    assert best.metrics == {"val/loss": 1.0}
+    for metrics in ([1.0], {"val/loss": "low"}):
+        with pytest.raises(UserError, match="had metrics=.*use another checkpoint"):
+            best.load_state_dict({"best": 1.0, "metrics": metrics})
+
+
 def test_callbacks_that_another_trainer_has_had_begin_afresh(tmp_path):
     """A loop over folds: the second one does not know how good the first one was."""
     first, second = [1.0, 2.0, 3.0], [9.0, 8.0, 7.0, 7.5]

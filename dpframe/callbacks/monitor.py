@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpframe.errors import UserError, metric_of, not_one_of
+from dpframe.metrics import is_number
 from dpframe.trainer.callback import Callback
 from dpframe.values import check_type
 
@@ -139,6 +140,6 @@ class Best(Callback):
         self.monitor.load_state_dict(state)
         self.epoch, self.step = state.get("epoch", 0), state.get("step", 0)
         metrics = state.get("metrics", self.value)
-        if not isinstance(metrics, dict) or not all(type(v) is float for v in metrics.values()):
+        if not (isinstance(metrics, dict) and all(map(is_number, metrics.values()))):
             raise unfit_in_checkpoint(self.monitor.key, "metrics", metrics)
         self.metrics = metrics
