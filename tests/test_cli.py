@@ -199,6 +199,7 @@ WITH_TORCH = {
     "~task.net": "task.net is missing; Boston needs it, add +task.net=…",
     "task.optimizer.lr=abc": "task.optimizer.lr=abc is text; use a number",
     "+task.optimizer.betas=[5,2]": "task.optimizer: Adam says: Invalid beta parameter",
+    "callbacks.checkpoint=0": "=0 has no _target_; name its class, or leave it out",
     "callbacks.checkpoint=5": "class, or leave it out by callbacks.checkpoint=null",
     "callbacks.checkpoint.mode=mni": "callbacks.checkpoint.mode=mni is not one of min, max",
     "data.file=missing.csv": "cannot read missing.csv",

@@ -30,6 +30,7 @@ keys people set most
   trainer.max_epochs=100 trainer.max_steps=1000 trainer.gpus=4|[0,1,3]
   trainer.precision=32|64|bf16|fp16|bf16-true|16-true trainer.accumulate=2 trainer.clip_norm=1.0
   data.batch_size=512 data.workers=4 task.optimizer.lr=0.01 seed=1
+  callbacks=early_stopping callbacks.progress=false callbacks=[] logger=csv
   checkpoint=best|last|FILE resume=last|DIR|FILE hydra.run.dir=DIR
 """
 

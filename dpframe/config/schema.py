@@ -245,7 +245,8 @@ def type_of(key: str) -> Any:
 def is_off(node: Any) -> bool:
     """Whether a callback or logger is switched off: false or null, or without a class, whatever
     else a recipe sets of it."""
-    return node in (None, False) or (isinstance(node, Mapping) and node.get("_target_", "") is None)
+    has_no_class = isinstance(node, Mapping) and node.get("_target_", "") is None
+    return node is None or node is False or has_no_class
 
 
 def _check_data(data: Mapping[str, Any], mode: Any) -> None:
