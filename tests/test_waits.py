@@ -170,12 +170,13 @@ def trained(kind: Any, *, task: Any, data: Any = None, callbacks: Any = (), **gi
     assert all(weight.isfinite().all() for weight in made.task.parameters())
 
 
-def test_a_bar_shows_losses_of_steps_and_waits_for_none(monkeypatch):
+@pytest.mark.parametrize("kind", [SingleGPU, pytest.param(DataParallel, marks=pytest.mark.gpu)])
+def test_a_bar_shows_losses_of_steps_and_waits_for_none(monkeypatch, kind):
     frames = []
     monkeypatch.setattr(Screen, "draw", lambda *_, metrics, **more: frames.append({**metrics}))
     monkeypatch.setattr(progress, "REDRAW_SECONDS", 0.0)
     monkeypatch.setattr(progress, "PAUSE", 0)
-    trained(SingleGPU, task=Pair, callbacks=[Progress(bar=True)])
+    trained(kind, task=Pair, callbacks=[Progress(bar=True)])
     assert len(frames) >= 20
     assert {"critic/loss", "generator/loss"} <= frames[-2].keys()
 

@@ -37,7 +37,7 @@ class Live(Callback):
     def on_exception(self, trainer: "Trainer", error: BaseException | None = None) -> None:
         if self.width:
             print(flush=True)
-        self.width = 0
+        self.width, self.newest = 0, NewestLoss()
 
     def _draw(self, trainer: "Trainer", *, is_over: bool = False) -> None:
         if not trainer.strategy.is_main:

@@ -225,6 +225,7 @@ class Progress(Callback):
                 if epoch.step not in self.with_line:
                     self._print_epoch(trainer, epoch)
         finally:
+            self.newest = NewestLoss()
             if self.screen is not None:
                 self.screen.stop()
                 self.screen = None

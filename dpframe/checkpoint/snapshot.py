@@ -38,6 +38,7 @@ class Snapshot:
         self._copies: dict[Any, Tensor] = {}
         self._pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # a tensor, and its copy
         self._done: list[Any] = []  # events
+        self._in_turn: dict[torch.device, Any] = {}  # of copies on each device's own stream
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Tied weights have one copy."""
@@ -58,7 +59,8 @@ class Snapshot:
             return tensor.to(CPU, copy=True)
         host, place = self._pinned.like(tensor)
         place.copy_(tensor, non_blocking=True)
-        self._done = [torch.accelerator.current_stream(tensor.device).record_event()]
+        stream = torch.accelerator.current_stream(tensor.device)
+        self._in_turn[tensor.device] = stream.record_event()  # after those of the copies before
         return host
 
     def start(self) -> None:
@@ -81,13 +83,14 @@ class Snapshot:
         self._pairs.clear()
 
     def wait(self) -> None:
-        for event in self._done:
+        for event in (*self._done, *self._in_turn.values()):
             event.synchronize()
         self._done.clear()
+        self._in_turn.clear()
 
     @property
     def is_done(self) -> bool:
-        return all(event.query() for event in self._done)
+        return all(event.query() for event in (*self._done, *self._in_turn.values()))
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
