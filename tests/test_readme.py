@@ -152,12 +152,12 @@ SHOWN = {
         r"^data +a stream of 8 shards, divided over 2 ranks x 2 workers: which rows meet",
     ),
     "--config-dir mine recipe=boston callbacks=stop_below": (
-        "trainer.max_epochs=20",
-        r"^stopped: val/mae=1\d\.\d+ is below 20\.0$",
+        "trainer.max_epochs=40",
+        r"^stopped: val/mae=2\.\d+ is below 3\.0$",
     ),
-    "--config-dir mine recipe=boston callbacks=weight_norm": (
+    "--config-dir mine recipe=boston callbacks=score": (
         "trainer.max_epochs=2",
-        r"^epoch 2/2 .* val/weight_norm [\d.]+$",
+        r"^epoch 2/2 .* val/score [\d.]+( .*)?$",
     ),
     "--config-dir mine recipe=boston callbacks=worst_rows": (
         "trainer.max_epochs=2",
