@@ -1,5 +1,6 @@
 """The gradient of a trial, by a random number of each weight's: no second copy of it is held."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -78,13 +79,15 @@ def gradients_apart(
     whole: dict[str, list[Tensor]], parts: dict[str, list[Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, float, float, float]]:
     """Each weight's name, its number for all rows and for the shares, and by how much of its norm
-    these differ."""
+    these differ. Where neither number is finite, nothing is told: the step says it."""
     sums = {name: sum(each) for name, each in whole.items()}
     others = {name: sum(each) for name, each in parts.items()}
     norms = [_norm(sums, name) for name in sums]
-    least = sum(norm**2 for norm in norms) ** 0.5 * FLOORS.get(dtype, FLOOR)
+    least = sum(norm**2 for norm in norms if math.isfinite(norm)) ** 0.5 * FLOORS.get(dtype, FLOOR)
     for name in {**sums, **others}:
         a, b = _number(sums, name), _number(others, name)
+        if not (math.isfinite(a) or math.isfinite(b)):
+            continue
         size = max(_norm(sums, name), least)
         yield name, a, b, abs(a - b) / size if size else float(a != b)
 
