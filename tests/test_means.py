@@ -136,6 +136,27 @@ def test_of_runs_that_a_search_draws_twice_one_that_finished_is_in_the_pair():
     assert row.difference.left_out == []
 
 
+def test_a_run_that_is_repeated_counts_once_in_the_mean_and_its_deviation():
+    made = runs()
+    repeated = [
+        Result(7 + at, run.overrides, "", "finished", run.value) for at, run in enumerate(made)
+    ]
+    rows = rows_of([*made, *repeated], KEYS, over=["seed"], compare=LR)
+    assert rows == rows_of(made, KEYS, over=["seed"], compare=LR)
+    drawn = [*made[:1], *repeated[:1], *made[2:3]]
+    (row,) = rows_of(drawn, KEYS, over=["seed"], compare=None)
+    assert (row.runs, row.mean) == ([1, 3], 15.0) and row.sd == pytest.approx(50**0.5)
+    alone = results([made[0], repeated[0]], compare=None)
+    assert alone.means() == [], "one run has no mean of its own"
+
+
+def test_of_repeated_runs_one_that_finished_is_in_the_mean():
+    failed = Result(7, runs()[0].overrides, "", "failed")
+    for made in ([failed, *runs()], [*runs(), failed]):
+        row = rows_of(made, KEYS, over=["seed"], compare=None)[0]
+        assert (sorted(row.runs), row.left_out) == ([1, 3, 5], [])
+
+
 def test_a_row_that_the_first_value_is_missing_for_has_no_difference():
     made = [run for run in runs() if run.number in (1, 4, 6)]
     made[0].overrides.append(f"{NET}=small")

@@ -39,6 +39,7 @@ def rows_of(
 ) -> list[Row]:
     """In the order of their runs. With a key to compare, rows that differ by it alone follow each
     other, and those with the value that the first run has come first."""
+    runs = _distinct(runs, keys)
     apart = [key for key in keys if key not in over]
     groups: dict[tuple[str, ...], list[Result]] = {}
     for run in runs:
@@ -61,6 +62,17 @@ def rows_of(
     return rows
 
 
+def _distinct(runs: Iterable[Result], keys: Sequence[str]) -> list[Result]:
+    """Of runs that are alike, e.g. with seed=0,0,1, one that has a value: the others are not
+    independent of it."""
+    found: dict[tuple[str, ...], Result] = {}
+    for run in runs:
+        place = _values(run, keys)
+        if place not in found or not found[place].is_measured:
+            found[place] = run
+    return list(found.values())
+
+
 def _values(run: Result, keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(run.values.get(key, "") for key in keys)
 
@@ -79,8 +91,8 @@ def _row(group: Sequence[Result], apart: Sequence[str]) -> Row:
 def _difference(
     first: Iterable[Result], group: Iterable[Result], over: Sequence[str]
 ) -> Difference | None:
-    there, here = _by_values(first, over), _by_values(group, over)
-    both = [(there[place], here[place]) for place in here if place in there]
+    there = {_values(run, over): run for run in first}
+    both = [(there[place], run) for run in group if (place := _values(run, over)) in there]
     if not both:
         return None
     measured = [pair for pair in both if all(run.is_measured for run in pair)]
@@ -91,11 +103,6 @@ def _difference(
         [(a.number, b.number) for a, b in measured],
         [(a.number, b.number) for a, b in both if (a, b) not in measured],
     )
-
-
-def _by_values(group: Iterable[Result], over: Sequence[str]) -> dict[tuple[str, ...], Result]:
-    """Of runs that are alike, as a search may draw them, one that has a value."""
-    return {_values(run, over): run for run in sorted(group, key=lambda run: run.is_measured)}
 
 
 def interval_of(differences: Sequence[float]) -> tuple[float, float] | None:
