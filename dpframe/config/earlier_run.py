@@ -15,8 +15,8 @@ import yaml
 
 from dpframe.checkpoint import address, seal
 from dpframe.config import modes
-from dpframe.config.overrides import key_of, value_of
-from dpframe.config.schema import NONE, OFF, SWITCHED, RunSettings
+from dpframe.config.overrides import is_switch, key_of, value_of
+from dpframe.config.schema import NONE, SWITCHED, RunSettings
 from dpframe.config.untrusted import must_be_typed, refuse_calls
 from dpframe.errors import UserError, first_line, nearest, printable
 
@@ -175,7 +175,7 @@ def _is_switched(override: str, typed: Sequence[str]) -> bool:
     if group not in SWITCHED or not name:
         return False
     chosen = [set(re.findall(r"\w+", each)[1:]) for each in typed if key_of(each) == group]
-    is_off = override.partition("=")[2] in OFF
+    is_off = is_switch(override)
     return any(options <= {"none"} or (is_off and name in options) for options in chosen)
 
 

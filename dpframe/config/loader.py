@@ -35,8 +35,8 @@ from omegaconf.errors import ValidationError
 from dpframe.config import plugins
 from dpframe.config.errors import OUTSIDE, explain
 from dpframe.config.keys import has, may_take
-from dpframe.config.overrides import key_of
-from dpframe.config.schema import CONFIG_NAME, OFF, SWITCHED, register
+from dpframe.config.overrides import is_switch, key_of
+from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.errors import UserError
 from dpframe.util.files import is_url
 
@@ -211,7 +211,7 @@ class ConfigLoader:
     def _is_switch(self, override: str) -> bool:
         """Whether it switches off what its group has, e.g. callbacks.early_stopping=false."""
         group, _, name = key_of(override).partition(".")
-        return group in SWITCHED and name in self.parts(group) and override.partition("=")[2] in OFF
+        return is_switch(override) and name in self.parts(group)
 
     def _plain(self, overrides: Sequence[str]) -> dict[str, Any]:
         register()

@@ -1,8 +1,11 @@
 """Overrides as text: `trainer.gpus=4`."""
 
+import re
 from collections.abc import Sequence
 
 import yaml
+
+from dpframe.config.schema import OFF, SWITCHED
 
 
 def value_of(key: str, overrides: Sequence[str]) -> str | None:
@@ -13,6 +16,13 @@ def value_of(key: str, overrides: Sequence[str]) -> str | None:
 
 def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
+
+
+def is_switch(override: str) -> bool:
+    """Whether it switches a callback or a logger off."""
+    group, _, name = key_of(override).partition(".")
+    is_off = override.partition("=")[2].lower() in OFF  # a sweep writes False
+    return group in SWITCHED and bool(re.fullmatch(r"[\w-]+", name)) and is_off
 
 
 def as_notes(overrides: Sequence[str]) -> str:
