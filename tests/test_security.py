@@ -16,6 +16,7 @@ from forked import fresh
 
 import dpframe
 from dpframe.config.overrides import key_of
+from dpframe.config.untrusted import must_be_typed
 from dpframe.errors import UserError
 from dpframe.strategies.ddp import DDP
 
@@ -204,6 +205,42 @@ def test_what_a_run_directory_names_is_not_called_by_load(place):
         says = says if is_of_a_task else GONE  # what a load composes has none
         assert says in line and "\n" not in line, (name, line)
     assert all("overrides.yaml" in line for line in told[len(OTHER_DOORS) :])
+
+
+@pytest.mark.parametrize(
+    ("override", "is_typed"),
+    [
+        ("++logger.wandb=false", False),
+        ("++logger.wandb=False", False),
+        ("logger.mine=null", False),
+        ("logger.wandb=true", True),
+        ("logger.wandb.offline=false", True),
+        ("+logger.wandb[offline]=false", True),
+        ("logger.wandb='false'", True),
+        ("+logger.wandb={offline: false}", True),
+        ("+logger.wandb._target_=null", True),
+    ],
+)
+def test_a_logger_that_a_run_has_switched_off_sends_nothing(override, is_typed):
+    assert must_be_typed(override) is is_typed
+
+
+def test_a_resume_and_a_sweep_keep_a_logger_of_any_kind_switched_off(tmp_path):
+    off = ["logger.wandb=false", "logger.mlflow=null"]
+    run = ["recipe=boston", "trainer.max_epochs=1", *off]
+    first, resumed, swept, again = attempts(
+        [
+            [*run, "hydra.run.dir=own"],
+            ["resume=own", "trainer.max_epochs=2"],
+            ["-m", *run, "seed=0,1", "hydra.sweep.dir=both"],
+            ["sweep.resume=both"],
+        ],
+        tmp_path,
+    )
+    assert (first.code, resumed.code, swept.code, again.code) == (0, 0, 0, 0), (resumed, again)
+    assert "dpframe mode=test checkpoint=own/checkpoints/best.ckpt" in first.out
+    kept = (tmp_path / "own" / ".hydra" / "overrides.yaml").read_text()
+    assert "logger.wandb=false" in kept and "logger.mlflow=null" in kept
 
 
 def test_an_own_run_is_resumed_with_what_is_typed_again(tmp_path):

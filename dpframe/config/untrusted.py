@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpframe.config.overrides import is_switch
 from dpframe.errors import UserError
 
 TYPED_AGAIN = ("data.input", "strategy.storage")
@@ -39,7 +40,7 @@ def must_be_typed(override: str) -> bool:
     if key == "strategy":
         return "ray" in words
     group, _, below = key.partition(".")
-    if group == "logger":
+    if group == "logger" and not is_switch(override):
         return below.partition(".")[0] not in LOCAL_LOGGERS
     return key in TYPED_AGAIN
 
