@@ -45,6 +45,39 @@ def test_a_run_whose_time_was_over_goes_on_without_that_limit_with_a_schedule_to
     assert words(ends(done.out)["resume"]) == ["resume=run", "trainer.max_seconds=null"], done.err
 
 
+STOP = """\
+from dpframe.callbacks import Callback
+
+class Stop(Callback):
+    def on_epoch_end(self, trainer):
+        if trainer.epoch == 3:
+            trainer.stop("enough")
+"""
+
+
+def test_the_resume_that_a_run_offers_after_it_was_stopped_trains(tmp_path):
+    write(tmp_path, {"stop.py": STOP})
+    early = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
+    early += ["callbacks.early_stopping.min_delta=1000"]  # so that the second epoch is the last
+    line = ["recipe=boston", "trainer.max_seconds=1000"]
+    before, at_the_end, own = attempts(
+        [
+            [*line, *early, "trainer.max_epochs=4", "hydra.run.dir=before"],
+            [*line, *early, "trainer.max_epochs=2", "hydra.run.dir=end"],
+            [*line, "+callbacks.stop._target_=stop.Stop", "trainer.max_epochs=8"],
+        ],
+        tmp_path,
+    )
+    assert before.code == at_the_end.code == own.code == 0, before.err + at_the_end.err + own.err
+    offers = [words(ends(done.out)["resume"]) for done in (before, at_the_end)]
+    off = "callbacks.early_stopping=false"
+    assert offers == [["resume=before", off], ["resume=end", off, "trainer.max_epochs=4"]]
+    for done in attempts(offers, tmp_path):
+        assert done.code == 0 and "epoch 4/4" in done.out, done.err
+    assert "stopped: enough" in own.out
+    assert "resume" not in ends(own.out), "its callback may stop it again"
+
+
 def on_terminal() -> None:
     """The command on a terminal of its own; what this shows is printed."""
     child, terminal = pty.fork()

@@ -36,6 +36,10 @@ class EarlyStopping(Callback):
         self.monitor.reset()
         self.times_without_progress = 0
 
+    @property
+    def is_due(self) -> bool:
+        return self.times_without_progress >= self.patience
+
     def monitored(self) -> list[tuple[str, str]]:
         return [(f"{self.monitor.key}.monitor", self.monitor.name)]
 
@@ -60,7 +64,7 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: "Trainer") -> None:
         has_done_least = trainer.settings.has_done_least(trainer.epoch, trainer.global_step)
-        if self.times_without_progress >= self.patience and has_done_least:
+        if self.is_due and has_done_least:
             best = "NaN" if self.monitor.best is None else f"{self.monitor.best:.6g}"
             times = "validations" if self.monitor.is_of_validation else "epochs"
             trainer.stop(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
 from dpframe.config.schema import RunSettings
@@ -65,9 +66,6 @@ def note_ending(directory: Path, job: Composed, status: str, facts: Mapping[str,
         write_summary(directory, {**own, **facts, "origin": provenance.summarized(directory)})
 
 
-UNTIMED = ["trainer.max_seconds=null"]
-
-
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     path = directory / "summary.json"
     try:
@@ -87,9 +85,7 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
         is_left_out = isinstance(data, DataSets) and data.test_dataset() is None
         if data.has_own("test_dataset") and not is_left_out:
             rows.append(("test", command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
-        longer = _longer(job, summary)
-        schedulers = [update.scheduler for update in trainer.updates.values()]
-        if longer == UNTIMED or not any(map(ends_with_training, schedulers)):
+        if (longer := _longer(job, summary, trainer)) is not None:
             rows.append(("resume", command(job, f"resume={summary['directory']}", *longer)))
     dashboards = [logger.dashboard(summary["directory"]) for logger in trainer.loggers]
     rows += [("dashboard", command) for command in dashboards if command]
@@ -115,20 +111,25 @@ def add_going_on(error: Exception, job: Composed, directory: str) -> None:
         error.add_note(f"dpframe: the run is in {directory}; {then}")
 
 
-def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:
-    """Twice as far: a run that is done has nothing left to resume. It may have come further than
-    its limits, which a resume can lower."""
-    settings = job.settings.trainer
-    if settings.max_seconds is not None and not settings.reached(
-        summary["epochs"], summary["steps"]
-    ):
-        return UNTIMED
-    limits = {f"max_{name}": summary[name] for name in ("epochs", "steps")}
-    return [
-        f"trainer.{name}={2 * max(limit, reached)}"
-        for name, reached in limits.items()
-        if (limit := getattr(settings, name)) is not None
-    ]
+def _longer(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> list[str] | None:
+    """What lets a resume train further: twice the limits that are reached, and no more of what has
+    stopped the run. None: a schedule has ended, or a callback would stop it again."""
+    settings, epochs, steps = job.settings.trainer, summary["epochs"], summary["steps"]
+    schedulers = [update.scheduler for update in trainer.updates.values()]
+    twice = []
+    if settings.reached(epochs, steps):  # or passed: a resume can lower them
+        if any(map(ends_with_training, schedulers)):
+            return None
+        done = {"max_epochs": epochs, "max_steps": steps}
+        limits = {key: limit for key in done if (limit := getattr(settings, key)) is not None}
+        twice = [f"trainer.{key}={2 * max(limit, done[key])}" for key, limit in limits.items()]
+    if not trainer.stop_reason:
+        return twice
+    if settings.max_seconds is not None and trainer.clock > settings.max_seconds:
+        return twice or ["trainer.max_seconds=null"]
+    stoppers = [c for c in trainer.callbacks if isinstance(c, EarlyStopping) and c.is_due]
+    has_key = job.config["callbacks"].get("early_stopping") is not None
+    return ["callbacks.early_stopping=false", *twice] if stoppers and has_key else None
 
 
 def command(job: Composed, *overrides: str) -> str:
