@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpframe.errors import UserError, metric_of, not_one_of
-from dpframe.metrics import is_number
 from dpframe.trainer.callback import Callback
 from dpframe.values import check_type
 
@@ -137,6 +136,8 @@ class Best(Callback):
         return {**self.monitor.state_dict(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        from dpframe.metrics import is_number  # imports torch, and `dpframe runs` has no use for it
+
         self.monitor.load_state_dict(state)
         self.epoch, self.step = state.get("epoch", 0), state.get("step", 0)
         metrics = state.get("metrics", self.value)
