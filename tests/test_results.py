@@ -80,6 +80,8 @@ def test_an_infinite_value_in_an_earlier_sweeps_file_is_in_no_mean(tmp_path):
     assert made.means() == []
     made.save()
     made.save_table()
+    path = tmp_path / "sweep.json"
+    path.write_text(path.read_text().replace('"value": null', '"value": -Infinity', 1))
     assert read_earlier(tmp_path).runs == made.runs and svg(made)
 
 
@@ -112,6 +114,7 @@ def test_a_key_is_called_by_as_few_words_as_tell_it_from_the_others(keys, names)
         ({"metrics": {"val/a": 4.0}, "stopped": "pruned: worse"}, Outcome("pruned", 4.0)),
         ({"metrics": {"val/a": float("nan")}}, Outcome("failed", None, "val/a is nan")),
         ({"best": {"val/a": float("inf")}}, Outcome("failed", None, "val/a is inf")),
+        ({"best": {}, "metrics": {"val/a": None}}, Outcome("failed", None, "val/a is not finite")),
     ],
 )
 def test_what_a_run_came_to_is_the_best_value_in_its_summary(summary, outcome):

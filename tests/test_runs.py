@@ -1,6 +1,7 @@
 """`dpframe runs`: a table of what was trained, and two runs side by side."""
 
 import json
+import math
 
 import pytest
 from command import attempts, cold_attempts, write
@@ -10,6 +11,7 @@ from dpframe.cli.main import Parser
 from dpframe.cli.runs import HELP, runs
 from dpframe.errors import UserError
 from dpframe.modes.directory import Directory
+from dpframe.modes.ending import write_summary
 
 BOSTON = ["recipe=boston", "trainer.max_steps=2", "callbacks.progress=null", "logger=none"]
 
@@ -119,6 +121,20 @@ def test_two_runs_are_shown_side_by_side_with_how_their_configs_differ(trained):
     assert ["best", "val/mae", "1.5"] in lines, "only the one has it"
     assert not any("width" in line[0] or line[0] in ("torch", "name") for line in lines)
     assert told("off", FIRST)["config"] == {"task.lr": [0.2, 0.1]}
+
+
+def test_a_number_that_is_not_finite_is_null_for_programs_and_nan_in_the_table(trained):
+    write_summary(trained / KILLED, {"mode": "fit", "best": {"val/loss": math.inf}})
+    old = {"metrics": {"val/loss": math.nan}, "best": {"val/loss": 5.0}}  # as it once was written
+    run_of(trained / "multirun/boston/1/1", "2026-01-04T10:00:00", **old)
+    text = (trained / KILLED / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["best"] == {"val/loss": None}
+    assert "nan" in listed("multirun")[0] and "nan" in listed("multirun")[1]
+    words = ["multirun", "--sort=val/loss", "--json"]
+    printed = runs(words, Parser(prog="dpframe runs", add_help=False))
+    old, new = json.loads(printed, parse_constant=pytest.fail)
+    assert (old["metrics"], new["best"]) == ({"val/loss": None}, {"val/loss": None})
+    assert ["best", "val/loss", "nan", "5"] in listed(KILLED, "multirun/boston/1/1")
 
 
 def test_a_run_that_is_on_is_running_and_a_damaged_one_is_listed_all_the_same(trained):

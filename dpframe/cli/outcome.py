@@ -50,8 +50,10 @@ def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
     the best of all. Some modes measure nothing."""
     if summary.get("status") in ("failed", "interrupted"):
         return Outcome(summary["status"], reason=summary["reason"])
-    value = summary.get("best", {}).get(metric, summary.get("metrics", {}).get(metric))
-    if value is not None and not math.isfinite(value):
-        return Outcome("failed", reason=f"{metric} is {value}")
+    measured = summary.get("metrics", {}) | summary.get("best", {})
+    value = measured.get(metric)
+    if metric in measured and (value is None or not math.isfinite(value)):
+        shown = "not finite" if value is None else value  # a file has no such number
+        return Outcome("failed", reason=f"{metric} is {shown}")
     is_pruned = summary.get("stopped", "").startswith(PRUNED)
     return Outcome("pruned" if is_pruned else "finished", value)

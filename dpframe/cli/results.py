@@ -161,7 +161,7 @@ class Results:
             "means": [asdict(each) for each in self.means()],
             "runs": [asdict(run) for run in self.runs],
         }
-        files.write_text(self.directory / NAME, json.dumps(content, indent=1) + "\n")
+        files.write_text(self.directory / NAME, files.json_text(content, indent=1) + "\n")
         (self.directory / JOURNAL).unlink(missing_ok=True)
 
     def note(self, result: Result) -> None:
@@ -170,7 +170,7 @@ class Results:
             self.save()
         self.has_begun = True
         with open(self.directory / JOURNAL, "a", encoding="utf-8") as journal:
-            journal.write(json.dumps(asdict(result)) + "\n")
+            journal.write(files.json_text(asdict(result)) + "\n")
 
     def save_table(self) -> None:
         keys = self.keys()

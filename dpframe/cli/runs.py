@@ -3,7 +3,6 @@
 A run directory is data, maybe a stranger's: what is not as a run writes it is left out.
 """
 
-import json
 import math
 import os
 from argparse import ArgumentParser
@@ -108,7 +107,7 @@ def runs(words: Sequence[str], parser: ArgumentParser) -> str:
     if given.sort:
         kept = _sorted(kept, given.sort, found)
     if given.json:
-        return json.dumps([asdict(run) for run in kept], indent=1)
+        return files.json_text([asdict(run) for run in kept], indent=1)
     return _table(kept, (given.sort or "").lstrip("-"))
 
 
@@ -161,9 +160,9 @@ def _read(directory: Path) -> Run | None:
         overrides={key_of(o): o.partition("=")[2] for o in overrides if _is_told(o)},
         status=_status(directory, summary, origin),
         when=str(origin.get("began") or time.isoformat(timespec="seconds")),
-        best=_numbers(summary.get("best")),
-        best_metrics=_numbers(summary.get("best_metrics", summary.get("best"))),
-        metrics=_numbers(summary.get("metrics")),
+        best=_metrics(summary.get("best")),
+        best_metrics=_metrics(summary.get("best_metrics", summary.get("best"))),
+        metrics=_metrics(summary.get("metrics")),
         origin=origin,
         **_numbers({key: summary.get(key) for key in COUNTS}),
     )
@@ -191,6 +190,11 @@ def _config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _metrics(content: Any) -> dict[str, float]:
+    pairs = content.items() if isinstance(content, dict) else ()
+    return _numbers({name: math.nan if value is None else value for name, value in pairs})
 
 
 def _numbers(content: Any) -> dict[str, Any]:
@@ -274,7 +278,7 @@ def _compared(one: Run, other: Run, *, as_json: bool) -> str:
         config.pop(key, None)
     if as_json:
         found = {"runs": [asdict(run) for run in both], "config": config, "origin": origin}
-        return json.dumps(found, indent=1)
+        return files.json_text(found, indent=1)
     told = {key: [str(getattr(run, key)) for run in both] for key in ("directory", "recipe")}
     told |= {"tags": [",".join(run.tags) for run in both], "notes": [run.notes for run in both]}
     told |= {"status": [run.status for run in both], "when": [_minute(run.when) for run in both]}

@@ -1,6 +1,5 @@
 """How a run ends: its summary.json, the last lines on the screen, and what one types next."""
 
-import json
 import os
 import shlex
 import sys
@@ -70,7 +69,7 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     path = directory / "summary.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted since
-        files.write_text(path, json.dumps(summary, indent=2) + "\n")
+        files.write_text(path, files.json_text(summary, indent=2) + "\n")
     except OSError as error:
         raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
 

@@ -1,6 +1,5 @@
 """What modes share that keep nothing: what they refuse, and a report that is shown and written."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from dpframe.config.compose import Composed
 from dpframe.errors import UserError, printable
 from dpframe.launch import environment
 from dpframe.modes.directory import Directory
+from dpframe.util import files
 
 HOUR = 3600
 
@@ -38,7 +38,7 @@ def show(job: Composed, text: str, found: dict[str, Any] | None) -> None:
     texts = {f"{job.settings.mode}.txt": f"{text}\n"}
     if found is not None:
         summary = {"recipe": job.settings.recipe} | found
-        texts["summary.json"] = f"{json.dumps(summary, indent=2)}\n"
+        texts["summary.json"] = f"{files.json_text(summary, indent=2)}\n"
     for name, content in texts.items():
         (path / name).write_text(content, encoding="utf-8")
     directory.release()

@@ -3,12 +3,13 @@
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -157,6 +158,19 @@ def write_text(path: Path, text: str) -> None:
     """Whole or not at all; bytes that are not text stay what they are."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """For programs: JSON has no number that is not finite, so that null stands for it."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    return [*map(_finite, content)] if isinstance(content, list | tuple) else content
 
 
 def json_object(path: Path) -> dict[str, Any]:
