@@ -360,6 +360,21 @@ def test_the_end_shows_all_metrics_of_the_best_epoch_beside_the_last(capsys, is_
     assert shown == [[name, f"{best.metrics[name]:.6g}", f"{last[name]:.6g}"] for name in last]
 
 
+def test_a_best_epoch_before_a_resume_has_no_line_among_those_of_this_run(caplog):
+    caplog.set_level("INFO", "dpframe")
+
+    def run(scores, epochs, resume=None):
+        caplog.clear()
+        callbacks = [Progress(False), Best("val/score", "max", "")]
+        made = fitted(Scripted(scores), callbacks=callbacks, max_epochs=epochs, resume=resume)
+        lines = [line for line in messages(caplog) if line.startswith("epoch")]
+        return made.state_dict(), [line.split()[1] for line in lines]
+
+    state, lines = run([3.0, 7.0, 4.0], 3)
+    assert lines == ["1/3", "2/3", "3/3"]
+    assert run([4.0, 5.0, 1.0], 6, state)[1] == ["4/6", "6/6"], "a short one has no line"
+
+
 def test_of_a_best_step_within_an_epoch_the_end_shows_what_was_measured_there(capsys):
     best = Best("val/score", "max", "")
     task, within = Scripted([7.0, 9.0, 3.0, 4.0, 5.0]), {"validate_every_steps": 2}

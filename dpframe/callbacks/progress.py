@@ -216,11 +216,13 @@ class Progress(Callback):
         return side_by_side(columns)
 
     def _stop(self, trainer: "Trainer") -> None:
-        """Prints the best epoch and the last one, if they have no line yet, and ends the bar."""
+        """Prints this run's best epoch and the last one, if they have no line yet, and ends the
+        bar. The table at the end has a best epoch from before a resume."""
         try:
             for epoch in self.epochs[-1:]:
-                best = self._best_epoch()
-                if best is not None and best.step not in {*self.with_line, epoch.step}:
+                best, first = self._best_epoch(), self.pace.first_step
+                with_line = {*self.with_line, epoch.step}
+                if best is not None and best.step > first and best.step not in with_line:
                     self._print_epoch(trainer, best, mark="  best")
                 if epoch.step not in self.with_line:
                     self._print_epoch(trainer, epoch)
