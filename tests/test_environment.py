@@ -108,7 +108,7 @@ def test_ranks_whose_peers_are_nowhere_are_refused_with_what_to_add(monkeypatch)
         monkeypatch.setenv(name, value)
     for name, value in read_variables(OPEN_MPI).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="^mpirun tells .* add -x MASTER_ADDR=HOST -x"):
+    with pytest.raises(UserError, match="^mpirun does not tell .* add -x MASTER_ADDR=HOST -x"):
         read_rank()
 
 

@@ -150,7 +150,7 @@ def test_a_refused_resume_changes_nothing_in_the_run(resumed):
         ["resume=run", "seed=3"],
         ["resume=run", "task.net._args_=[]"],
         ["resume=run", "x=1"],
-        ["resume=run", "callbacks=none"],
+        ["resume=run", "callbacks=nono"],
         [*START, "seed=1"],
     ]
     done = attempts(lines, directory)
