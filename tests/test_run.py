@@ -145,18 +145,21 @@ def test_the_configs_of_a_runs_earlier_parts_stay_beside_the_last_one(resumed):
 
 def test_a_refused_resume_changes_nothing_in_the_run(resumed):
     directory, _ = resumed
+    shutil.copytree(directory / "run", directory / "of_another_folder")
+    with (directory / "of_another_folder/.hydra/overrides.yaml").open("a") as saved:
+        saved.write("- trainer.of_another=3\n")
     before = contents(directory)
     lines = [
         ["resume=run", "seed=3"],
         ["resume=run", "task.net._args_=[]"],
         ["resume=run", "x=1"],
-        ["resume=run", "callbacks=nono"],
+        ["resume=of_another_folder"],
         [*START, "seed=1"],
     ]
     done = attempts(lines, directory)
     assert [one.code for one in done] == [2] * 5
     assert contents(directory) == before
-    assert done[3].err.startswith("dpframe: callbacks.checkpoint.keep=2: there is no key")
+    assert done[3].err.startswith("dpframe: trainer.of_another=3: there is no key")
     assert done[3].err.endswith(
         " (an override that the run was started with; if that had a --config-dir, pass it again)\n"
     )
