@@ -14,6 +14,7 @@ LONG = {
     """,
     "evaluation": """
         a_prediction_larger_than_its_memory_is_written
+        predictions_are_all_rows_in_the_order_of_the_data_set[ddp-4-rows
         predictions_are_all_rows_in_the_order_of_the_data_set[ddp-4-tensors
         validation_and_test_see_every_row_once_with_the_weight_of_the_task[ddp-4-
     """,
@@ -21,6 +22,7 @@ LONG = {
         frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[data_parallel
         frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[ddp-2
         frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[fsdp-2-frozen
+        frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit[fsdp-2-thawed
     """,
     "from_python": """
         a_compiled_run_says_why_its_first_step_takes_so_long
@@ -69,6 +71,7 @@ LONG = {
     "programs": """
         a_program_is_right_or_noticed[data_parallel-2
         a_program_is_right_or_noticed[ddp-2
+        a_program_is_right_or_noticed[fsdp-2
     """,
     "prune": "a_run_that_is_worse_than_the_median_of_those_before_it_is_stopped[ddp",
     "ranks": """
@@ -78,6 +81,7 @@ LONG = {
     """,
     "restarts": """
         a_job_restarts_itself_and_ends_with_the_same_weights[0-data
+        a_job_restarts_itself_and_ends_with_the_same_weights[1-exit0
         a_job_that_fails_more_often_than_it_may_ends_with_the_failure
         a_job_without_a_checkpoint_begins_again_and_draws_one_curve
     """,
@@ -92,6 +96,7 @@ LONG = {
         a_rank_that_is_killed_within_a_save_costs_that_save_alone[a part
         a_rank_that_is_killed_within_a_save_costs_that_save_alone[best.ckpt
         a_rank_that_is_killed_within_a_save_costs_that_save_alone[what is not needed
+        a_run_goes_on_with_parts_or_without[cpu-fsdp 2 x 2
         a_run_goes_on_with_parts_or_without[fsdp 4-fsdp 3
         a_run_goes_on_with_parts_or_without[fsdp 4-fsdp 4
         fifty_loads_on_three_ranks_are_alike
@@ -110,28 +115,44 @@ LONG = {
         a_machine_that_is_lost_leaves_the_other_one_to_go_on
         ctrl_c_on_either_agent_ends_both_with_one_checkpoint[1-
     """,
-    "turns": "optimizers_that_take_turns_train_as_a_loop_by_hand[ddp 2",
-    "batch_norm": "ranks_are_as_one_process_also_where_one_has_no_row[ddp-4-1d",
+    "turns": """
+        optimizers_that_take_turns_train_as_a_loop_by_hand[ddp 2
+        optimizers_that_take_turns_train_as_a_loop_by_hand[fsdp 3-plain
+    """,
+    "batch_norm": """
+        ranks_are_as_one_process_also_where_one_has_no_row[ddp-4-1d
+        ranks_are_as_one_process_also_where_one_has_no_row[ddp-4-2d
+    """,
     "directory": "the_sockets_of_data_workers_need_no_short_tmpdir",
     "dropout": """
         numbers_are_dropped_independently_of_each_other[0.02
         numbers_are_dropped_independently_of_each_other[0.5
     """,
-    "dynamo": "torch_compile_still_works_where_its_import_is_skipped",
+    "dynamo": """
+        every_stock_optimiser_steps_alike_to_the_bit_and_calls_its_hooks
+        torch_compile_still_works_where_its_import_is_skipped
+    """,
     "ending": "the_best_weights_are_tested_after_fit[cpu",
     "exact_layers": """
         a_compiled_step_with_batch_norm_of_all_rows_ends_a_graph_at_each
         a_compiled_step_with_dropout_by_row_is_a_graph_for_each_size[vit-strategy0-2
         a_model_that_is_compiled_by_its_task_drops_the_same[DataParallel
+        however_it_is_used_it_is_as_in_one_process[data_parallel-3-
+        it_is_as_in_one_process[data_parallel-2-mobilenet
         it_is_as_in_one_process[data_parallel-2-resnet
+        it_is_as_in_one_process[ddp-2-mobilenet
         it_is_as_in_one_process[ddp-2-resnet
     """,
-    "fakenccl": "a_collective_lets_the_host_go_on",
+    "fakenccl": """
+        a_collective_lets_the_host_go_on
+        a_group_that_ends_before_its_collectives_do_is_noticed
+    """,
     "from_scratch": "it_passes_every_check_as_its_readme_shows_with_nothing_but_send_and_recv",
     "front_door": "the_cores_own_tests_pass_without_the_plugins",
     "install": """
         a_module_in_the_current_directory_is_a_target[words0
         a_new_project_trains_from_a_wheel
+        a_repository_runs_without_an_installation
         an_editable_installation_runs_anywhere
     """,
     "kubernetes": "the_command_of_a_manifest_trains_in_the_layout_of_the_image",
@@ -139,6 +160,7 @@ LONG = {
     "localsgd": """
         fewer_rounds_send_less_and_learn
         its_own_tests_pass_where_it_is_installed
+        what_its_readme_shows_is_what_it_prints
     """,
     "micro_batch": """
         a_batch_in_pieces_trains_as_one[data_parallel-3
@@ -178,16 +200,30 @@ LONG = {
         a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_validation_end]
         a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are[on_validation_start]
     """,
-    "task": "a_loss_over_the_rows_of_all_replicas_is_the_one_of_one_process[ddp-4-Pairs-5-1",
+    "task": """
+        a_loss_over_the_rows_of_all_replicas_is_the_one_of_one_process[ddp-4-Pairs-5-1
+        a_loss_over_the_rows_of_all_replicas_is_the_one_of_one_process[ddp-4-Pairs-5-3
+    """,
     "together": """
+        every_strategy_trains_as_one_replica_and_a_resume_goes_on_on_others[data_parallel-2
         every_strategy_trains_as_one_replica_and_a_resume_goes_on_on_others[data_parallel-3
         every_strategy_trains_as_one_replica_and_a_resume_goes_on_on_others[ddp-2
     """,
+    "callbacks": "a_rank_that_stops_alone_ends_all_of_them_at_the_same_step_with_its_reason[FSDP",
+    "optimizer_modes": "all_strategies_have_the_same_weights[make1",
+    "signals": """
+        ctrl_z_stops_all_processes_of_a_job_and_fg_after_its_limits_goes_on
+        what_is_stuck_ends_when_the_grace_period_is_over[setting2-sleep
+    """,
     # The next of many moments, bugs, doors and values.
     "completion": "a_shell_completes[bash-dpframe]",
-    "conf": "every_pair_of_recipe_and_experiment_composes",
+    "conf": """
+        every_option_is_composed_and_built[experiment-gpt2_124m
+        every_pair_of_recipe_and_experiment_composes
+    """,
     "fakecuda": """
         a_bug_that_is_planted_in_dpframe_fails_its_test
+        a_command_has_its_gpus_whatever_is_hidden_and_within_another_one
         what_is_planted_is_noticed
         what_is_right_is_left_alone
     """,
@@ -218,7 +254,12 @@ LONG = {
         what_a_run_directory_names_is_not_called[mode=validate
         what_a_run_directory_names_is_not_called_by_load
     """,
-    "share_check": "of_random_steps_no_honest_one_is_refused_and_no_planted_term_is_missed[dtype1",
+    "share_check": """
+        no_weight_and_nothing_large_is_copied[attribute
+        no_weight_and_nothing_large_is_copied[buffer
+        no_weight_and_nothing_large_is_copied[frozen
+        of_random_steps_no_honest_one_is_refused_and_no_planted_term_is_missed[dtype1
+    """,
     # What a plugin does beyond the first case.
     "compare": """
         a_strategy_whose_package_is_missing_is_left_out_unless_it_is_named
@@ -276,7 +317,10 @@ LONG = {
         help_has_an_installed_projects_options
         mypy_finds_nothing_in_a_new_project
     """,
-    "plan": "help_and_an_assumption_that_can_not_be_import_no_torch",
+    "plan": """
+        help_and_an_assumption_that_can_not_be_import_no_torch
+        the_command_prints_a_table_and_leaves_nothing
+    """,
     "readme": """
         every_command_that_is_shown_composes
         sweeps_print_what_their_page_shows
@@ -289,6 +333,7 @@ LONG = {
     "site": """
         every_link_of_the_site_leads_to_a_page_and_a_place_in_it
         no_page_of_the_site_loads_anything_from_elsewhere
+        the_references_have_every_setting_and_every_public_name
     """,
 }
 
