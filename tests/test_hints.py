@@ -112,6 +112,27 @@ HINTS = [
         "callbacks=early_stopping callbacks.early_stopping.patience=3",
     ),
     (
+        "boston callbacks.early_stoping=false",
+        "there is no key callbacks.early_stoping; did you mean callbacks.early_stopping?",
+        "callbacks.early_stopping=false",
+    ),
+    (
+        "boston callbacks.early_stopping=true",
+        "callbacks=early_stopping brings it, and callbacks.early_stopping=false switches it off",
+        "callbacks=early_stopping",
+    ),
+    (
+        "boston ~callbacks.early_stopping",
+        "callbacks=early_stopping brings it, and callbacks.early_stopping=false switches it off",
+        "callbacks.early_stopping=false",
+    ),
+    ("boston logger.wandbb=null", "did you mean logger.wandb?", "logger.wandb=null"),
+    (
+        "boston callbacks.mine=false",
+        "there is no key callbacks.mine; +callbacks.mine._target_=… adds it",
+        "+callbacks.mine._target_=dpframe.Callback",
+    ),
+    (
         "boston strategy.timeout_seconds=9",
         "strategy=ddp has it",
         "strategy=ddp strategy.timeout_seconds=9",

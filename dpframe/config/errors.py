@@ -15,6 +15,7 @@ from dpframe.config.hints import hint
 from dpframe.config.overrides import key_of, value_of
 from dpframe.config.schema import (
     CONFIG_NAME,
+    SWITCHED,
     SWITCHES,
     Group,
     defaults,
@@ -34,6 +35,9 @@ class Menu(Protocol):
     def groups(self) -> list[str]: ...
 
     def options(self, group: str) -> list[str]: ...
+
+    def parts(self, group: str) -> list[str]:
+        """The callbacks or loggers that options bring."""
 
     def offers(self, key: str) -> list[str]:
         """The options that bring a key."""
@@ -205,7 +209,11 @@ class _Mistake:
             with suppress(Exception):  # another of the overrides is wrong, too, or a file
                 config = self.menu.base(self.overrides)
         known = defaults() if config is None else config
-        return hint(known, key, self.menu.offers(key) if self.menu else [])
+        if self.menu is None:
+            return hint(known, key)
+        group = key.partition(".")[0]
+        parts = self.menu.parts(group) if group in SWITCHED else []
+        return hint(known, key, self.menu.offers(key), parts)
 
     def options(self, group: str) -> list[str]:
         return self.menu.options(group) if self.menu and re.fullmatch(r"[\w/]+", group) else []

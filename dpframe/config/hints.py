@@ -15,20 +15,26 @@ LATER = ("optimizer", "scheduler")  # what the Task makes of a part
 TABLES = ("task.metrics", "task.optimizer.groups")  # of what a user names, with no class themselves
 
 
-def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str:
+def hint(
+    config: Mapping[str, Any], key: str, offers: Sequence[str] = (), parts: Sequence[str] = ()
+) -> str:
     """'did you mean trainer.gpus?' for `trainer.gpu`; for a known part, what is in it.
 
-    `offers` are the options that bring a key so named, e.g. callbacks=early_stopping.
+    `offers` are the options that bring a key so named, e.g. callbacks=early_stopping; `parts` are
+    the callbacks or loggers that options bring, for a key of these groups.
     """
     if "/" in key:  # which is for groups
         dotted = key.replace("/", ".")
         return f"did you mean {dotted}?" if has(config, dotted) else hint(config, dotted, offers)
+    group, _, name = key.partition(".")
+    if name in parts:
+        return f"{group}={name} brings it, and {key}=false switches it off"
     known, node = known_part(config, key)
     if not isinstance(node, dict) or ".".join(known) == SCALE:
         return _without_keys(".".join(known), node, key)
     if place := _in_other_places(config, key, known, offers):
         return place
-    return _in_group(node, key, known) if known else _at_the_top(config, key)
+    return _in_group(node, key, known, parts) if known else _at_the_top(config, key)
 
 
 def _without_keys(here: str, node: Any, key: str) -> str:
@@ -59,20 +65,22 @@ def _in_other_places(
     return " has ".join(offers[0].split()) if offers else ""
 
 
-def _in_group(node: dict[str, Any], key: str, known: list[str]) -> str:
+def _in_group(node: dict[str, Any], key: str, known: list[str], parts: Sequence[str]) -> str:
     """The nearest name in the group that is `known`, or how a key is added to it."""
     here = ".".join(known)
     given, *below = key.split(".")[len(known) :] or [key.rpartition(".")[2]]
     there = [str(each) for each in node if str(each)[0] != "_"]
+    there += [part for part in parts if here in SWITCHED and not below]
     if "_args_" in node and not there:
         return f"its parts are the list {here}._args_"
     near = suggestion(given, there).replace("mean ", f"mean {here}.")
     if near.startswith("did") or not _is_open(key):
         return near
+    if here in SWITCHED:
+        return f"+{here}.{given}._target_=… adds it"
     if not below:
         return f"+{key}=… adds it" + (", if its class takes it" if "_target_" in node else "")
-    part = f"{here}.{given}"
-    return f"+{part}._target_=… adds it" if here in SWITCHED else _class_first(part, key)
+    return _class_first(f"{here}.{given}", key)
 
 
 def elsewhere(config: Mapping[str, Any], name: str) -> list[str]:
