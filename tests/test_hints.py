@@ -126,6 +126,11 @@ HINTS = [
         "callbacks=early_stopping brings it, and callbacks.early_stopping=false switches it off",
         "callbacks.early_stopping=false",
     ),
+    (
+        "boston callbacks={early_stopping:false}",
+        "callbacks=early_stopping brings it, and callbacks.early_stopping=false switches it off",
+        "callbacks.early_stopping=false",
+    ),
     ("boston logger.wandbb=null", "did you mean logger.wandb?", "logger.wandb=null"),
     (
         "boston callbacks.mine=false",

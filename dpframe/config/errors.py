@@ -171,9 +171,10 @@ class _Mistake:
         inner = path.partition("/")[2]  # of defaults, which begin in the file's own group
         if self.place and self.options(inner):
             return f"there is no group {path}; write override /{inner}: OPTION"
-        if self.menu and (near := nearest(path, self.menu.groups(), cutoff=0.9)):
+        if self.key.startswith(f"{key}."):  # in a value, e.g. in {lr:0.1}
+            key = self.key
+        elif self.menu and (near := nearest(path, self.menu.groups(), cutoff=0.9)):
             return f"there is no key {path}; did you mean {near}?"
-        key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
         typed = [f"{o}: " for o in self.overrides if f"{key}.".startswith(f"{key_of(o)}.")]
         return max(typed, default="", key=key_of) + f"there is no key {key}; {self.hint(key)}"
 
@@ -191,6 +192,11 @@ class _Mistake:
         example = f", e.g. [{value or 'NAME'}]" if wanted == list[str] else ""
         use = f"; use {describe_type(wanted)}{example}" if wanted else ""
         return f"{what} is {KINDS.get(kind, kind)}{use}"
+
+    def null_item(self, _: re.Match[str]) -> str:
+        value, use = value_of(self.key, self.overrides), describe_type(type_of(self.key))
+        what = f"{self.key}={value}" if value else self.key
+        return f"{what}: an item of it is null; use {use}"
 
     def no_group(self, found: re.Match[str]) -> str:
         keys = [key for key, kind in groups().items() if kind.__name__ == found[1]]
@@ -284,5 +290,6 @@ TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = 
     (r"Cannot convert '(?P<kind>\w+)' to string: '(?P<value>.*)'", _Mistake.misfit),
     (r"Cannot assign (?P<kind>\w+) to ", _Mistake.misfit),
     ("field '.*' is not Optional|Incompatible value 'None'", _Mistake.misfit),
+    (r"NoneType is not a subclass of (?:str|int)\.", _Mistake.null_item),
     (r"is not a subclass of (\w+)\. value: (.*)", _Mistake.no_group),
 )
