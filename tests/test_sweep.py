@@ -431,7 +431,10 @@ UNCOMPARED = {  # one line each, before a run
         "over=3 is neither a key nor a list of keys; use e.g. sweep.over=[seed,data.fold]"
     ),
     "sweep.compare=seed": (
-        "compare=seed: sweep.over=seed takes means over it; leave it out of one of them"
+        "compare=seed: means are taken over it; compare another key, or set sweep.over=[]"
+    ),
+    "sweep.compare=seed sweep.over=[seed,vars.fold]": (
+        "compare=seed: means are taken over it; compare another key, or set sweep.over=[vars.fold]"
     ),
     "sweep.comapre=seed": (
         "comapre=seed: there is no key sweep.comapre; did you mean sweep.compare?"
@@ -440,7 +443,7 @@ UNCOMPARED = {  # one line each, before a run
 
 
 def test_a_key_that_can_not_be_compared_is_one_line_before_the_first_run(tmp_path):
-    lines = [["-m", *SHORT_RUNS, *LISTED, word] for word in UNCOMPARED]
+    lines = [["-m", *SHORT_RUNS, *LISTED, *words.split()] for words in UNCOMPARED]
     one_value = ["-m", *SHORT_RUNS, "sweep.compare=seed", "sweep.over=null"]
     done = attempts([*lines, one_value], tmp_path)
     said = [*UNCOMPARED.values()]

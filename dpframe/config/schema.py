@@ -45,10 +45,11 @@ class SweepSettings:
                 f"sweep.over={shown(self.over)} is neither a key nor a list of keys; use e.g. "
                 "sweep.over=[seed,data.fold]"
             )
-        if self.compare is not None and self.compare in self.averaged:
+        if self.compare in self.averaged:
+            others = ",".join(key for key in self.averaged if key != self.compare)
             raise UserError(
-                f"sweep.compare={self.compare}: sweep.over={shown(self.over)} takes means over it; "
-                "leave it out of one of them"
+                f"sweep.compare={self.compare}: means are taken over it; compare another key, or "
+                f"set sweep.over=[{others}]"
             )
         if self.mode not in (None, "min", "max"):
             raise not_one_of("sweep.mode", self.mode, ("min", "max"))
