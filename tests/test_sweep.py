@@ -430,6 +430,10 @@ UNCOMPARED = {  # one line each, before a run
     "sweep.over=3": (
         "over=3 is neither a key nor a list of keys; use e.g. sweep.over=[seed,data.fold]"
     ),
+    "sweep.over=": (
+        "over= is neither a key nor a list of keys; use e.g. sweep.over=[seed,data.fold]"
+    ),
+    "sweep.compare=": "compare= names no key; use e.g. sweep.compare=task.optimizer.lr",
     "sweep.compare=seed": (
         "compare=seed: means are taken over it; compare another key, or set sweep.over=[]"
     ),

@@ -40,11 +40,13 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         refuse_below("sweep.jobs", self.jobs)
-        if not all(type(key) is str for key in self.averaged):
+        if not all(type(key) is str and key for key in self.averaged):
             raise UserError(
                 f"sweep.over={shown(self.over)} is neither a key nor a list of keys; use e.g. "
                 "sweep.over=[seed,data.fold]"
             )
+        if self.compare == "":
+            raise UserError("sweep.compare= names no key; use e.g. sweep.compare=task.optimizer.lr")
         if self.compare in self.averaged:
             others = ",".join(key for key in self.averaged if key != self.compare)
             raise UserError(
