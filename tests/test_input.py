@@ -144,6 +144,19 @@ def test_an_order_of_a_data_loaders_own_has_no_columns():
     assert trainer(Small(), data).predict().rows == 3
 
 
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("id", "predict.columns=id is text; use a list of names"),
+        ([3], r"predict.columns=\[3\] is a list; use a list of names"),
+        (None, "predict.columns=null is nothing; use a list of names"),
+    ],
+)
+def test_columns_that_are_no_list_of_names_are_refused_in_a_line(columns, said):
+    with pytest.raises(UserError, match=f"^{said}$"):
+        trainer(Small(), Rows()).predict(columns=columns)
+
+
 def test_a_column_called_as_a_prediction_has_another_name_in_the_table(tmp_path):
     columns = Columns([{"output": 1.0, "x": 2.0}], ["*"])
     path = Predictions([[torch.ones(1)]], columns=columns).save(tmp_path)

@@ -1,6 +1,6 @@
 """What of a data set's rows stands beside their predictions: their places and their own columns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import count
 from typing import Any
@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from dpframe.data.batches import Batches
 from dpframe.data.input import Images, Table
 from dpframe.errors import UserError, suggestion
+from dpframe.values import unfit
 
 ID = "id"  # a row's place in its data set, where no column has this name
 CELLS = (int, float, str)
@@ -64,6 +65,15 @@ class Columns:
         has_end = not self._counts or len(self.names) > 1
         read = [*self.rows()] if has_end else None
         return {"names": self.names, "_counts": self._counts, "_read": read}
+
+
+def asked_for(columns: Iterable[str]) -> list[str]:
+    """A text alone is refused: its letters are no names."""
+    if isinstance(columns, Iterable) and not isinstance(columns, str):
+        names = [*columns]
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise unfit("predict.columns", columns, list[str])
 
 
 def _cells(row: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 
 from dpframe import seeding
 from dpframe.data import DataModule
+from dpframe.data.columns import asked_for
 from dpframe.data.preparation import call_prepare_data
 from dpframe.errors import UserError
 from dpframe.launch.signals import Interruption
@@ -244,12 +245,13 @@ class Trainer(CallbackView):
         """Returns Predictions, or several by the names of the data sets; None on all processes but
         the main one. Large predictions are kept on disk, in the directory `spool`, if it is set.
         `columns` of the data set, and "id", stand beside them in a table that is saved."""
+        columns = asked_for(columns)
         if self.ranks is not None:
             return self._run_on_ranks("predict", columns=columns)
         by_name: dict[str, Predictions] = {}
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
         with self._evaluating("predict", "predict") as evaluations:
-            beside = {name: each.columns([*columns]) for name, each in evaluations.by_name.items()}
+            beside = {name: each.columns(columns) for name, each in evaluations.by_name.items()}
             self.hooks.call("on_predict_start", self)
             self.task.adapter.begin_pass("predict")
             for name, evaluation in evaluations.by_name.items():
