@@ -125,6 +125,18 @@ def test_a_column_of_the_input_that_is_called_id_is_that_one():
     assert [*columns.rows()] == [["x7"], ["x9"]]
 
 
+def test_a_later_row_without_a_column_has_an_empty_cell(tmp_path):
+    columns = Columns([{"id": "a", "extra": 1}, {"id": "b"}], ["id", "extra"])
+    path = Predictions([[torch.ones(2)]], columns=columns).save(tmp_path)
+    assert path.read_text().split() == ["id,extra,output", "a,1,1.0", "b,,1.0"]
+
+
+def test_of_several_data_sets_the_one_without_a_column_is_named():
+    both = {"clean": [{"input": 1.0, "note": "a"}], "noisy": [{"input": 1.0}]}
+    with pytest.raises(UserError, match=r"\[note\]: a row of noisy has no such column; there is"):
+        trainer(Small(), DataSets(predict=both)).predict(columns=["note"])
+
+
 def test_an_image_has_its_files_name_for_a_column(tmp_path):
     columns = Columns(Images([tmp_path / "a.png", tmp_path / "b.png"], dict), ["id", "file"])
     assert [*columns.rows()] == [[0, "a.png"], [1, "b.png"]]

@@ -18,9 +18,10 @@ CELLS = (int, float, str)
 
 
 class Columns:
-    """Those that are `asked` for, by names or patterns. The rows are read again, in their order."""
+    """Those that are `asked` for, by names or patterns. The rows are read again, in their order. A
+    cell is empty where the first row has the column and a later one has not."""
 
-    def __init__(self, dataset: Any, asked: Sequence[str]) -> None:
+    def __init__(self, dataset: Any, asked: Sequence[str], set_name: str = "") -> None:
         self._dataset = dataset
         self._read: list[list[Any]] | None = None  # once they are sent to another process
         is_table = isinstance(dataset, Table)
@@ -34,8 +35,10 @@ class Columns:
         for pattern in asked:
             found = [name for name in there if name == pattern or fnmatchcase(name, pattern)]
             if not found and pattern != ID:
-                near = suggestion(pattern, [ID, *there])
-                raise UserError(f"predict.columns=[{pattern}]: a row has no such column; {near}")
+                of, near = f" of {set_name}" * bool(set_name), suggestion(pattern, [ID, *there])
+                raise UserError(
+                    f"predict.columns=[{pattern}]: a row{of} has no such column; {near}"
+                )
             names |= dict.fromkeys(found or [ID])
         self.names = list(names)
         self._counts = ID in names and ID not in there
@@ -49,9 +52,7 @@ class Columns:
             yield from ([place] for place in count())
         for place, row in enumerate(self._rows()):
             cells = {ID: place, **row} if self._counts else row
-            if missing := [name for name in self.names if name not in cells]:
-                raise UserError(f"predict.columns: row {place} has no column {missing[0]}")
-            yield [cells[name] for name in self.names]
+            yield [cells.get(name) for name in self.names]
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
         dataset = self._dataset

@@ -115,7 +115,7 @@ class Evaluation:
                 "predict.columns: the DataLoader to predict on has an order of its own; give its "
                 "data set, or leave predict.columns out"
             )
-        return Columns(self.loader.rows.dataset, asked)
+        return Columns(self.loader.rows.dataset, asked, self.name)
 
     @torch.no_grad()
     def predictions(
