@@ -173,6 +173,11 @@ def test_a_column_called_as_a_prediction_has_another_name_in_the_table(tmp_path)
     columns = Columns([{"output": 1.0, "x": 2.0}], ["*"])
     path = Predictions([[torch.ones(1)]], columns=columns).save(tmp_path)
     assert path.read_text().split() == ["input_output,x,output", "1.0,2.0,1.0"]
+    columns = Columns([{"output": 1.0, "input_output": 2.0, "id": 3}], ["*"])
+    made = {"output": torch.ones(1), "id": torch.zeros(1)}
+    path = Predictions([[made]], columns=columns).save(tmp_path)
+    names = "input_input_output,input_output,input_id,output,id"
+    assert path.read_text().split() == [names, "1.0,2.0,3,1.0,0.0"], "no name is there twice"
 
 
 def test_predictions_that_are_no_table_have_no_columns_and_say_so(tmp_path, caplog):

@@ -94,11 +94,22 @@ def _write_table(pieces: Iterable[Any], part: Path, beside: Columns | None = Non
                 raise NoTable
             if columns is None:
                 columns = [*table]
-                names = [] if beside is None else beside.names
-                names = [f"input_{name}" if name in table else name for name in names]
+                names = [] if beside is None else renamed(beside.names, columns)
                 writer.writerow([*names, *columns])
             outputs = zip(*table.values(), strict=True)
             writer.writerows([*next(rows), *output] for output in outputs)
+
+
+def renamed(names: Sequence[str], outputs: Sequence[str]) -> list[str]:
+    """Columns of the input beside those of the outputs, each with a name of its own."""
+    taken, found = {*names, *outputs}, []
+    for name in names:
+        own = name
+        while name in outputs and own in taken:
+            own = f"input_{own}"
+        taken.add(own)
+        found.append(own)
+    return found
 
 
 def _write_objects(pieces: Iterable[Any], part: Path, *, is_folder: bool) -> None:
