@@ -32,6 +32,7 @@ BEFORE_TORCH = {
     "callbacks=lr_monitor": "there is no such callback; step/lr is always logged",
     "callbacks=early_stoping": "there is no such callback; did you mean early_stopping?",
     "strategy=null": "name one strategy; there is: auto, cpu",
+    "strategy=-Inf": "name one strategy; there is: auto, cpu",
     "strategy=[cpu,ddp]": "a run has one strategy; -m strategy=cpu,ddp runs each",
     "+strategy=cpu": "strategy has a value already; write strategy=… without the +",
     "trainer.max_epoch=3": "did you mean trainer.max_epochs?",

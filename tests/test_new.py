@@ -119,6 +119,8 @@ def test_what_can_not_be_a_project_is_refused_in_one_line(tmp_path):
         "a" * 300: "can't be written: File name too long; name another",
         f"{'a' * 300}/mine": "mine can't be written: File name too long; name another",
         "class": "a project is a Python package",
+        "nan": "recipe=nan is no text to Hydra; use another name",
+        "NULL": "recipe=NULL is no text to Hydra; use another name",
         "json": "there is another module json; use another name",
         "hydra": "there is another module hydra; use another name",
         "boston": "recipe=boston is dpframe's own; use another name",

@@ -9,6 +9,7 @@ from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 
+from dpframe.config.overrides import VALUES
 from dpframe.errors import UserError
 
 HELP = """dpframe new NAME     or FOLDER/NAME
@@ -46,6 +47,8 @@ def _check(name: str, folder: Path) -> None:
         raise UserError(
             f"dpframe new {name}: a project is a Python package; name it by letters, digits and _"
         )
+    if name.lower() in VALUES:
+        raise UserError(f"dpframe new {name}: recipe={name} is no text to Hydra; use another name")
     if files("dpframe.conf").joinpath(f"recipe/{name}.yaml").is_file():
         raise UserError(f"dpframe new {name}: recipe={name} is dpframe's own; use another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

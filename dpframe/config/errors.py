@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config import modes, plugins
 from dpframe.config.hints import hint
-from dpframe.config.overrides import key_of, value_of
+from dpframe.config.overrides import VALUES, key_of, value_of
 from dpframe.config.schema import (
     CONFIG_NAME,
     SWITCHED,
@@ -149,7 +149,7 @@ class _Mistake:
         groups = self.menu.groups() if self.menu else ()
         for override in self.overrides:
             key, _equals, value = override.lstrip("+~").partition("=")
-            is_name = re.search(r"[^\W\d]", value) and value not in ("null", "true", "false")
+            is_name = re.search(r"[^\W\d]", value) and value.lower().lstrip("+-") not in VALUES
             if not is_name and (there := self.options(key)):
                 return f"{override}: name one {key}; there is: {', '.join(there)}"
             if not is_name and key in (name.split("/")[0] for name in groups):

@@ -7,6 +7,8 @@ import yaml
 
 from dpframe.config.schema import OFF, SWITCHED
 
+VALUES = ("null", "true", "false", "nan", "inf")  # words that Hydra takes for no text, in any case
+
 
 def value_of(key: str, overrides: Sequence[str]) -> str | None:
     """What is typed for a key, without quotes; None: nothing, or null."""
