@@ -348,6 +348,7 @@ def test_early_stopping_ends_when_the_metric_stays_for_its_patience(scores, give
 def test_early_stopping_says_why():
     reason = stopped([3.0, 1.25, 2.0, 2.0], patience=2).stop_reason
     assert reason == "val/score has not got better than 1.25 for 2 validations"
+    assert stopped([1.0, 2.0], patience=1).stop_reason.endswith(" for 1 validation")
 
 
 def test_early_stopping_counts_validations_not_epochs_between_them():

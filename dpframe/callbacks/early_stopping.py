@@ -66,10 +66,9 @@ class EarlyStopping(Callback):
         has_done_least = trainer.settings.has_done_least(trainer.epoch, trainer.global_step)
         if self.is_due and has_done_least:
             best = "NaN" if self.monitor.best is None else f"{self.monitor.best:.6g}"
-            times = "validations" if self.monitor.is_of_validation else "epochs"
-            trainer.stop(
-                f"{self.monitor.name} has not got better than {best} for {self.patience} {times}"
-            )
+            times = "validation" if self.monitor.is_of_validation else "epoch"
+            times = f"{self.patience} {times}{'s' * (self.patience != 1)}"
+            trainer.stop(f"{self.monitor.name} has not got better than {best} for {times}")
 
     def state_dict(self) -> dict[str, Any]:
         times = {"times_without_progress": self.times_without_progress}
