@@ -72,6 +72,7 @@ def test_the_settings_are_typed_keywords_of_a_trainer_and_in_its_signature():
         ({"max_epoch": 3}, "Trainer: there is no setting max_epoch; did you mean max_epochs?"),
         ({"devices": 2}, "Trainer: there is no setting devices; did you mean gpus?"),
         ({"epochs": 3}, "Trainer: there is no setting epochs; did you mean max_epochs?"),
+        ({"workers": 1}, "Trainer: there is no setting workers; use DataSets(…, workers=1)"),
         ({"run": "x/y"}, "Trainer: run=x/y; pass RunInfo(directory='x/y')"),
         ({"strategy": "dpp"}, STRATEGIES),
     ],

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypedDict
 
+from dpframe.data.settings import DataSettings
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import TrainerSettings
 
@@ -75,11 +76,13 @@ def with_settings(
     settings: TrainerSettings, more: Mapping[str, Any], kind: type[Any]
 ) -> TrainerSettings:
     known = [field.name for field in fields(TrainerSettings)]
-    for name in more:
+    of_data = [field.name for field in fields(DataSettings)]
+    for name, value in more.items():
         if name not in known:
             meant = ELSEWHERE_NAMES.get(name)
             near = suggestion(name, inspect.signature(kind).parameters)
             near = f"did you mean {meant}?" if meant else near
+            near = f"use DataSets(…, {name}={value!r})" if name in of_data else near
             raise UserError(f"Trainer: there is no setting {name}; {near}")
     return replace(settings, **more) if more else settings
 
