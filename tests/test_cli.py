@@ -494,6 +494,17 @@ def test_what_evaluates_a_checkpoint_names_it(tmp_path):
         assert done.out.startswith("checkpoint  run/checkpoints/last.ckpt, step 4\n"), done
 
 
+def test_a_run_without_a_checkpoint_has_no_file_to_name(tmp_path):
+    none = ["trainer.max_epochs=1", "callbacks.checkpoint=null", "logger=none"]
+    lines = [
+        ["recipe=boston", *none, "hydra.run.dir=run"],
+        ["recipe=boston", "mode=test", "checkpoint=run"],
+    ]
+    _, tested = attempts(lines, tmp_path)
+    said = "dpframe: checkpoint=run: there is no checkpoint in run/checkpoints\n"
+    assert (tested.code, tested.err) == (2, said)
+
+
 STEPLR = "task.scheduler={_target_:torch.optim.lr_scheduler.StepLR}"
 LATER = "++task.scheduler._partial_=true"
 FOLLOWED = [  # a mistake, and what its line says to type, as often as it says something

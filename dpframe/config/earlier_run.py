@@ -214,6 +214,8 @@ def saved_overrides(directory: Path | None) -> list[str]:
 def _file(key: str, name: str) -> Path:
     path = address.local_file(key, name)
     if os.path.isdir(path):
+        if (path / ".hydra").is_dir() and not any(path.glob("checkpoints/*")):
+            raise UserError(f"{key}={path}: there is no checkpoint in {path / 'checkpoints'}")
         raise UserError(
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
         )
