@@ -117,11 +117,12 @@ def test_the_comparison_notices_a_resume_that_forgets(tmp_path, bug):
     assert not any(is_same(ending(one), ending(tmp_path / "whole")) for one in within)
 
 
-CLOCKED = ("seconds", "samples_per_second", "data_wait_share")
+CLOCKED = ("seconds", "samples_per_second", "data_wait_share", "origin")
 
 
 def left(run: Path) -> dict[str, Any]:
-    """All that the command leaves in a run's directory, less what a clock decides."""
+    """All that the command leaves in a run's directory, less what a clock decides, and the origins
+    of the starts before, which are as many as there were."""
     summary = json.loads((run / "summary.json").read_text())
     (run / "done.json").write_text(json.dumps(summary["metrics"]))
     files = {str(path.relative_to(run)) for path in run.rglob("*")}
@@ -130,7 +131,7 @@ def left(run: Path) -> dict[str, Any]:
         **ending(run),
         "notes": notes,
         "summary": {name: value for name, value in summary.items() if name not in CLOCKED},
-        "files": sorted(name for name in files if "events." not in name),
+        "files": sorted(name for name in files if "events." not in name and "origin-" not in name),
         "curve": curve(run),
         "table": table(run),
     }
