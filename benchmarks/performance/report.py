@@ -3,6 +3,7 @@
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,13 @@ def tables(results: Sequence[Result]) -> str:
 def machine() -> str:
     words = [f"{os.cpu_count()} cores", platform.machine(), f"Python {platform.python_version()}"]
     words += [f"{name} {version}" for name, version in peers_versions().items()]
-    return f"{time.strftime('%Y-%m-%d')}: {', '.join(words)}"
+    return f"{time.strftime('%Y-%m-%d')}, {_commit()}: {', '.join(words)}"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short=7", "HEAD"]
+    done = subprocess.run(command, cwd=PAGE.parent, capture_output=True, text=True)
+    return done.stdout.strip() or "no commit"
 
 
 def write(name: str, text: str) -> None:
