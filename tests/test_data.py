@@ -1,6 +1,7 @@
 """Batches and their shares: every row once, nothing padded, and orders that seeds decide."""
 
 import random
+import tracemalloc
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -168,6 +169,17 @@ def test_a_subset_of_tensors_is_tensors_and_a_data_set_of_ones_own_is_not():
     assert not is_tensors(Own(torch.arange(10)))
     batches = loader_of(Own(torch.arange(4)), 4).epoch()
     assert [batch.shares[0].batch.tolist() for batch in batches] == [[-1] * 4]
+
+
+@pytest.mark.parametrize("rows", [range(100_000), range(99_999, -1, -3), range(5, 3)])
+def test_a_subset_of_a_range_makes_no_list_of_its_rows(rows):
+    dataset = TensorDataset(torch.arange(100_000))
+    tracemalloc.start()
+    table = table_of(Subset(dataset, rows))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert table.whole()[0].tolist() == list(rows)
+    assert most < 100_000, "a list has 8 bytes a row, and 28 for its number"
 
 
 @pytest.mark.parametrize("kind", KINDS)
