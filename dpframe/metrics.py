@@ -4,8 +4,10 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import compress, islice
+from operator import add, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ Kept = tuple[dict[str, Any], Any]
 Columns = dict[str, tuple[list[float], list[float]]]
 """By name: values and their weights, in order."""
 MOST_KEPT = 20_000  # numbers of outputs, until they are read and added up: some MB
+FEW_KEPT = 1_000  # numbers of one of several sets that are read together
 MOST_BITS = 1024  # whole numbers of more are no float
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
 SOMETIMES_WEIGHTED = (
@@ -90,14 +93,23 @@ class Means:
         return _divided(sums)
 
     def total(self, *others: "Means") -> dict[str, float]:
-        """The means since the last reset, over all replicas; `others` share its all-reduce."""
-        for means in (self, *others):
-            means._collect()
+        """The means since the last reset, over all replicas; `others` are read with it, and share
+        its all-reduce."""
+        _collect_all([self, *others])
         changed = [means for means in (self, *others) if means._reduced is None]
         everywhere = self._everywhere(changed, [means._totals for means in changed], is_whole=True)
         for means, sums in zip(changed, everywhere, strict=True):
             means._reduced = sums
+        return self.known()
+
+    def known(self) -> dict[str, float]:
+        """What `total` came to, of this or with this."""
         return _divided(self._reduced or {})
+
+    def collect_many(self) -> None:
+        """Adds up what is kept if it is much: where several are kept until `total`."""
+        if sum(len(output) for output, _ in self._kept) > FEW_KEPT:
+            self._collect()
 
     def state_dict(self) -> dict[str, dict[str, list[Any]]]:
         """This process's sums."""
@@ -125,26 +137,30 @@ class Means:
     def _collect(self) -> None:
         if not self._kept:
             return
-        columns = _alike(self._kept)
-        self._outputs += len(self._kept)
-        if columns is not None:
-            self._times.update(dict.fromkeys(self._kept[0][0], len(self._kept)))
+        table = _alike(self._kept)
+        if table is not None:
+            self._take(_counted(*table), self._kept[0][0])
         else:
-            columns = _columns(self._kept)
+            self._take(_columns(self._kept))
+
+    def _take(self, columns: Columns, names: Iterable[str] | None = None) -> None:
+        """Adds up what is kept, as read. `names`: those of each output."""
+        self._outputs += len(self._kept)
+        if names is not None:
+            self._times.update(dict.fromkeys(names, len(self._kept)))
+        else:
             for output, _ in self._kept:
-                names = output.keys()
-                self._times.update(names - output.weights if isinstance(output, Weighed) else names)
+                own = output.keys()
+                self._times.update(own - output.weights if isinstance(output, Weighed) else own)
         self._kept.clear()
         nothing = self._sums.zero, self._sums.zero
         for name, (values, weights) in columns.items():
+            # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
+            # result would depend on where a column ends.
+            products = [*map(mul, values, weights)]
             for sums in (self._window, self._totals):
-                # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
-                # result would depend on where a column ends.
                 total, whole = sums.get(name, nothing)
-                for value, weight in zip(values, weights, strict=True):
-                    total += value * weight
-                    whole += weight
-                sums[name] = total, whole
+                sums[name] = reduce(add, products, total), reduce(add, weights, whole)
 
     def _everywhere(
         self, several: list["Means"], local: list[Totals], *, is_whole: bool = False
@@ -213,14 +229,39 @@ def _refuse_a_part(name: str, presence: Presence) -> None:
         )
 
 
+def _collect_all(several: Sequence[Means]) -> None:
+    """Adds up what is kept. Outputs of the same names are read at once, e.g. those of many small
+    sets."""
+    by_names: dict[tuple[Any, ...], list[Means]] = {}
+    for means in several:
+        if means._kept:
+            by_names.setdefault(tuple(means._kept[0][0]), []).append(means)
+    for group in by_names.values():
+        table = None
+        if len(group) > 1:
+            table = _alike([one for means in group for one in means._kept])
+        if table is None:
+            for means in group:
+                means._collect()
+            continue
+        columns, weights = table
+        begin = 0
+        for means in group:
+            part = slice(begin, begin + len(means._kept))
+            begin = part.stop
+            own = {name: column[part] for name, column in columns.items()}
+            means._take(_counted(own, weights[part]), means._kept[0][0])
+
+
 def pooled(several: Iterable[Means]) -> dict[str, float]:
     """The means over all that several have added, after their `total` was read."""
     return _divided(_joined([means._reduced or {} for means in several], True, 0.0))
 
 
-def _alike(kept: list[Kept]) -> Columns | None:
-    """Those of outputs that have the same names, each with tensors of one type: these are stacked
-    by their places, and not looked at one by one. None: they differ."""
+def _alike(kept: list[Kept]) -> tuple[dict[str, list[float]], list[float]] | None:
+    """The values of each name and the weights, of outputs that have the same names, each with
+    tensors of one type: these are stacked by their places, and not looked at one by one. None: they
+    differ."""
     names, table = list(kept[0][0]), [list(output.values()) for output, _ in kept]
     columns: dict[str, list[float]] = {}
     try:
@@ -240,12 +281,15 @@ def _alike(kept: list[Kept]) -> Columns | None:
         return None
     if not all(isinstance(name, str) for name in names):
         return None
-    weights = columns.pop("weight", None) or [float(rows) for _, rows in kept]
-    counted = [place for place, weight in enumerate(weights) if weight]
-    own = [weights[place] for place in counted]
-    if len(own) == len(weights):
-        return {name: (column, own) for name, column in columns.items()}
-    return {n: ([column[place] for place in counted], own) for n, column in columns.items()}
+    return columns, columns.pop("weight", None) or [float(rows) for _, rows in kept]
+
+
+def _counted(columns: dict[str, list[float]], weights: list[float]) -> Columns:
+    """Without the outputs of weight 0."""
+    if all(weights):
+        return {name: (column, weights) for name, column in columns.items()}
+    own = [weight for weight in weights if weight]
+    return {name: ([*compress(column, weights)], own) for name, column in columns.items()}
 
 
 def _columns(kept: list[Kept]) -> Columns:

@@ -221,6 +221,42 @@ def test_outputs_of_the_same_names_are_read_together_to_the_same_bits(monkeypatc
     assert together == read() and len(together[0]) == 7
 
 
+def test_several_of_the_same_names_are_read_at_once_to_the_same_bits(monkeypatch):
+    def filled() -> list[Means]:
+        generator = torch.Generator().manual_seed(0)
+        several = [Means(None, lambda names: names) for _ in range(4)]
+        for place, one in enumerate(several):
+            for rows in range(place + 1):  # 0 at times
+                loss, mae = torch.rand(2, generator=generator)
+                one.add([(rows, {"loss": loss, "mae": mae} if place < 3 else {"f1": loss})])
+        return several
+
+    def totals(several: list[Means]) -> list[Any]:
+        return [(list(one.known().items()), one._times, one._outputs) for one in several]
+
+    apart = filled()
+    for one in apart:
+        one.total()
+    reads: list[int] = []
+    alike = metrics._alike
+    monkeypatch.setattr(metrics, "_alike", lambda kept: reads.append(len(kept)) or alike(kept))
+    together = filled()
+    assert together[0].total(*together[1:]) == {}
+    assert reads == [1 + 2 + 3, 4]
+    assert totals(together) == totals(apart)
+
+
+def test_what_is_much_is_added_up_before_others_are_read(monkeypatch):
+    one = means()
+    for rows in range(1, 501):
+        one.add([(rows, {"loss": ONE, "mae": ONE})])
+    one.collect_many()
+    assert len(one._kept) == 500
+    one.add([(1, {"loss": ONE})])
+    one.collect_many()
+    assert one._kept == []
+
+
 def test_so_many_numbers_are_kept_however_long_a_window_is(monkeypatch):
     monkeypatch.setattr(metrics, "MOST_KEPT", 10)
     at_once, by_parts = means(), means()

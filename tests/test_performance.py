@@ -17,7 +17,10 @@ from benchmarks.performance.process import Program, Run  # noqa: E402
 
 def test_a_step_is_measured_beside_those_of_tuned_loops(tmp_path):
     """What it costs is no part of the suite: `python -m benchmarks.performance.step` prints it."""
-    assert min(step.ratios(tmp_path, epochs=step.WARM_EPOCHS + 2)) > 0
+    epochs = step.WARM_EPOCHS + 2
+    assert min(step.ratios(tmp_path, epochs=epochs)) > 0
+    assert step.of_names(3, epochs=epochs) > 0
+    assert step.of_sets(2, epochs=epochs) > 0
 
 
 def test_processes_take_turns_and_the_first_turn_is_thrown_away(tmp_path, monkeypatch):

@@ -282,10 +282,10 @@ def test_a_collection_that_is_only_restored_has_the_groups_of_other_processes():
     strategy.world_size, strategy.collectives = 2, (two := Two())
     held = TaskMetrics(task, strategy)
     task.double().training_step(rows)
-    two.other, expected = held.state_dict(), held.results("train", {})
+    two.other, expected = held.state_dict(), held.results("train")({})
     resumed = TaskMetrics(Judged("several"), strategy)
     resumed.load_state_dict([two.other, two.other], rank=0, world_size=2)
-    assert len(expected) == 3 and resumed.results("train", {}) == expected
+    assert len(expected) == 3 and resumed.results("train")({}) == expected
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_mean_that_counts_each_share_alike_is_told_once(count, is_told, caplog
     for rows in (4, 3):
         count(task.mean, torch.arange(rows) / 2)
     for _ in range(2):
-        held.results("train", {})
+        held.results("train")({})
     told = "mean weights each call equally, not each row: if shares are uneven, its mean differs"
     assert [told in message for message in caplog.messages] == [True] * is_told
 

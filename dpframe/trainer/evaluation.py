@@ -82,29 +82,29 @@ class Evaluation:
         self.sums = means_over(self.strategy)
         self.stop_poll = StopPoll(self.strategy, placed.interruption)
 
-    def means(
+    def measure(
         self,
-        *others: Means,
         after_batch: AfterBatch | None = None,
         at_most: int | None = None,
         modules: list[nn.Module] | None = None,
-    ) -> dict[str, float]:
-        """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`, and
-        the task's metrics; `others` share the all-reduce. With `at_most` only so many batches are
-        read, for the names of what they measure. `modules` are the task's, if they are known."""
-        with self.task_metrics.apart(is_part=self.name != ""):
-            self.sums.reset()
-            seen = 0
-            for rows, measured in self._batches(after_batch, at_most, modules):
-                self.sums.add(measured if at_most is None else map(unweighted, measured))
-                seen += rows
-            total = self.sums.total(*others)
-            if not total:
-                why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
-                raise UserError(f"{self.prefix}: {why if seen else NO_ROWS}")
-            means = self.task.summarize(total).items()
-            named = {f"{self.prefix}/{name}": value for name, value in means}
-            return named | self.task_metrics.results(self.prefix, named)
+    ) -> None:
+        """Reads the set; `sums` has what its steps measured. With `at_most` only so many batches
+        are read, for the names of what they measure. `modules` are the task's, if they are
+        known."""
+        self.sums.reset()
+        self.rows = 0
+        for rows, measured in self._batches(after_batch, at_most, modules):
+            self.sums.add(measured if at_most is None else map(unweighted, measured))
+            self.rows += rows
+
+    def means(self) -> dict[str, float]:
+        """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`."""
+        total = self.sums.known()
+        if not total:
+            why = f"the weights of all {self.rows} rows add up to 0: there is no mean over them"
+            raise UserError(f"{self.prefix}: {why if self.rows else NO_ROWS}")
+        means = self.task.summarize(total).items()
+        return {f"{self.prefix}/{name}": value for name, value in means}
 
     def columns(self, asked: Sequence[str]) -> Columns | None:
         """What of the data set's rows stands beside their predictions."""
@@ -217,19 +217,32 @@ class Evaluations:
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
         task, task_metrics = self._placed.task, self._placed.task_metrics
-        measure = partial(Evaluation.means, after_batch=after_batch, at_most=at_most)
+        evaluations = [*self.by_name.values()]
+        first, *more = [evaluation.sums for evaluation in evaluations]
         if set(self.by_name) == {""}:
-            return measure(self.by_name[""], *others)
-        means: dict[str, float] = {}
+            [evaluation] = evaluations
+            with task_metrics.apart():
+                evaluation.measure(after_batch, at_most)
+                first.total(*others)
+                means = evaluation.means()
+                return means | task_metrics.results(self.kind)(means)
         # Listed once: for each of many small sets that would take a third of its time.
         modules = [*task.modules()]
         with task_metrics.apart():
-            for evaluation in self.by_name.values():
-                means |= measure(evaluation, *others, modules=modules)
-            total = pooled([evaluation.sums for evaluation in self.by_name.values()])
-            over_all = task.summarize(total)
+            results = []
+            for evaluation in evaluations:
+                with task_metrics.apart(is_part=True):
+                    evaluation.measure(after_batch, at_most, modules)
+                    evaluation.sums.collect_many()
+                    results.append(task_metrics.results(evaluation.prefix))
+            first.total(*more, *others)  # by one all-reduce
+            means = {}
+            for evaluation, results_beside in zip(evaluations, results, strict=True):
+                of_set = evaluation.means()
+                means |= of_set | results_beside(of_set)
+            over_all = task.summarize(pooled([first, *more]))
             means |= {f"{self.kind}/{name}": value for name, value in over_all.items()}
-            return means | task_metrics.results(self.kind, means)
+            return means | task_metrics.results(self.kind)(means)
 
     def measure_few(self, batches: int) -> list[str]:
         """The names of what is measured, from so many batches. Nothing is drawn or counted, and the

@@ -395,7 +395,7 @@ class Trainer(CallbackView):
         total = training.means.total()
         means = self.task.summarize(total) if total else {}
         measured = {f"train/{name}": value for name, value in means.items()}
-        measured |= self.task_metrics.results("train", measured)
+        measured |= self.task_metrics.results("train")(measured)
         if not total:  # every step was left out: the epoch before must not stand in for this one
             self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
         return measured

@@ -3,8 +3,9 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -90,16 +91,22 @@ class TaskMetrics:
             self._added.reset()
         self._earlier, self._restored = [], set()
 
-    @torch.no_grad()
-    def results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
-        """By name, e.g. `val/f1`, the numbers of all that were updated. All processes call it, and
-        get the same.
-
-        Matrices become `tables`. `means` are the other numbers of the pass, by their names.
-        """
+    def results(self, kind: str) -> Callable[[Mapping[str, float]], dict[str, float]]:
+        """Computes what was updated in this pass; all processes call it. Then names it, e.g.
+        `val/f1`, beside the other numbers of the pass, by their names; matrices become `tables`."""
         if not self._metrics and not self._adapter.ends_passes and not self._named_metrics:
-            return {}
+            return lambda means: {}
         computed, results = self._results() if self._metrics else ([], [])
+        return partial(self._beside, kind, computed, results)
+
+    @torch.no_grad()
+    def _beside(
+        self,
+        kind: str,
+        computed: list[tuple[str, Any]],
+        results: list[tuple[str, float | None]],
+        means: Mapping[str, float],
+    ) -> dict[str, float]:
         if self._named_metrics is not None and kind in EVALUATED:
             by_step = f"{self._task}.{EVALUATED[kind]}"
             self._named_metrics.refuse_unmeasured(by_step, [*means, *(name for name, _ in results)])
@@ -113,6 +120,7 @@ class TaskMetrics:
                 self._show(f"{kind}/{self._adapter.metric_name(kind, name)}", value)
         return named | more
 
+    @torch.no_grad()
     def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[str, float | None]]]:
         """What this process has computed, and the same in all processes: None is no number."""
         self._warn_of_means_of_calls()
