@@ -41,6 +41,7 @@ class Calendar:
         self._validates_within = has_validation and bool(
             self._validate_every is not None or self._validates_after
         )
+        self._skips_validations = has_validation and settings.validate_every_epochs > 1
         self._poll_at = 0  # steps
         self._logs_together = stop_poll.collectives.world_size > 1
 
@@ -72,8 +73,12 @@ class Calendar:
         """Now and then, and where several processes log: they wait for each other there anyway."""
         return step >= self._poll_at or (self._logs_together and step % self._log_every == 0)
 
-    def has_polled(self, step: int) -> bool:
-        return self._stop_poll.done == step
+    def polls_before_end(self, step: int, *, is_over: bool) -> bool:
+        """Whether to poll before an epoch ends, too. All processes poll after it; a stop that is
+        first seen there only comes too late for a validation that another epoch's end has."""
+        if self._stop_poll.done == step:
+            return False
+        return is_over or self._skips_validations or step >= self._poll_at
 
     def poll(self, step: int, wish: str | None) -> str | None:
         """Why all processes stop, if they do: by the clock, or by a wish, i.e. the reason of one of

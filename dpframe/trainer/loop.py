@@ -349,7 +349,7 @@ class Trainer(CallbackView):
         rates = training.updates.learning_rates()
         batches = training.feed.batches_in(progress.epoch)
         is_whole = not self.is_over or progress.batches_done == batches
-        if not calendar.has_polled(progress.global_step):
+        if calendar.polls_before_end(progress.global_step, is_over=self.is_over):
             self._poll(training)
         end = calendar.end_epoch(progress, is_whole=is_whole, should_stop=self.is_over)
         alike.check_epoch(self.placed, self.settings, self.progress, end)
