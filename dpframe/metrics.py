@@ -27,17 +27,36 @@ MOST_KEPT = 20_000  # numbers of outputs, until they are read and added up: some
 FEW_KEPT = 1_000  # numbers of one of several sets that are read together
 MOST_BITS = 1024  # whole numbers of more are no float
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
+PART = "\0"  # between the names of a loss and of a part of it
+SOMETIMES_IN_PARTS = (
+    "a step returned losses by name for some batches and one loss for others; return {...} always, "
+    "in which a loss that no row has may be left out"
+)
 SOMETIMES_WEIGHTED = (
     "a step returned a 'weight' for some batches and none for others; return one always, or never"
 )
 
 
 class Weighed(dict[str, Any]):
-    """An output of which some numbers have a weight of their own, instead of the rows."""
+    """An output of which some numbers have a weight of their own, instead of the rows: they are
+    parts of its `loss`, which is their sum."""
 
-    def __init__(self, numbers: Any, weights: dict[str, Any]) -> None:
+    def __init__(self, numbers: Any, weights: dict[str, Any], loss: str = "loss") -> None:
         super().__init__(numbers)
         self.weights = weights
+        self.loss = loss
+
+    def in_parts(self) -> "Weighed":
+        """Without the loss, the mean of which is the sum of the parts' means."""
+        parts = {name: f"{self.loss}{PART}{name}" for name in self.weights}
+        numbers = {parts.get(name, name): value for name, value in self.items()}
+        del numbers[self.loss]
+        return Weighed(numbers, {parts[name]: weight for name, weight in self.weights.items()})
+
+
+def weight_of(name: str, output: dict[str, Any], rows: int) -> Any:
+    own = output.weights if isinstance(output, Weighed) else {}
+    return own.get(name, output.get("weight", rows))
 
 
 class Means:
@@ -72,6 +91,8 @@ class Means:
         Every process calls it equally often, e.g. with nothing if it had no row of a batch."""
         self._reduced = None
         for rows, output in measured:
+            if isinstance(output, Weighed):
+                output = output.in_parts()
             self._kept.append((output, output.get("weight", rows)))
             if len(self._kept) * len(output) > MOST_KEPT:
                 self._collect()
@@ -315,9 +336,9 @@ def _columns(kept: list[Kept]) -> Columns:
         its_own = {name: next(own_weights) for name in of}
         for name in output:
             value = next(numbers)
-            if weight:
+            if weight and (counts := its_own.get(name, weight)):
                 columns[name][0].append(value)
-                columns[name][1].append(its_own.get(name, weight))
+                columns[name][1].append(counts)
     columns.pop("weight", None)
     return columns
 
@@ -395,4 +416,14 @@ def _numbers(values: list, names: list[str]) -> list[float]:
 
 
 def _divided(sums: Totals) -> dict[str, float]:
-    return {name: value / weight for name, (value, weight) in sums.items() if weight}
+    means: dict[str, float] = {}
+    for key, (value, weight) in sums.items():
+        loss, is_part, name = key.partition(PART)
+        if is_part and loss in sums:
+            raise UserError(SOMETIMES_IN_PARTS)
+        if weight and is_part:
+            means[name] = value / weight
+            means[loss] = means.get(loss, 0.0) + means[name]
+        elif weight:
+            means[key] = value / weight
+    return means

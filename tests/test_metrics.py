@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dpframe import UserError, metrics
-from dpframe.metrics import Means, fraction
+from dpframe.metrics import Means, Weighed, fraction
+from dpframe.trainer.outputs import prefixed
 
 SQUARES = [float(n * n) for n in range(10)]
 
@@ -219,6 +220,26 @@ def test_outputs_of_the_same_names_are_read_together_to_the_same_bits(monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(metrics, "_alike", lambda kept: None)
     assert together == read() and len(together[0]) == 7
+
+
+@pytest.mark.parametrize("turn", ["", "generator"])
+def test_a_loss_in_parts_is_the_sum_of_their_means_over_what_each_counts(turn):
+    """Whatever the batches are."""
+    batches = [
+        (2, Weighed({"loss": 3 * ONE, "mae": ONE, "a/b": 3 * ONE, "c": NAN}, {"a/b": 2, "c": 0})),
+        (4, Weighed({"loss": 9 * ONE, "mae": ONE, "c": 9 * ONE}, {"c": torch.tensor(3)})),
+        (1, Weighed({"loss": 7 * ONE, "mae": ONE, "a/b": 6 * ONE, "c": ONE}, {"a/b": 1, "c": 1})),
+    ]
+    one = means()
+    for batch in batches:
+        one.add(prefixed([batch], turn) if turn else [batch])
+    start = turn and f"{turn}/"
+    expected = {"a/b": 4.0, "c": 7.0, "loss": 11.0, "mae": 1.0}
+    assert one.window() == {f"{start}{name}": value for name, value in expected.items()}
+    restored = means()
+    restored.load_state_dict([one.state_dict()])
+    assert restored.total() == one.total()
+    assert restored.total()[f"{start}loss"] == 11
 
 
 def test_several_of_the_same_names_are_read_at_once_to_the_same_bits(monkeypatch):

@@ -183,6 +183,33 @@ def test_means_of_their_own_are_those_of_the_whole_batch_on_any_strategy():
     alike(Detects, accumulate=2)
 
 
+@pytest.mark.parametrize("size", [1, 5, 23])
+@pytest.mark.parametrize("strategy", [CPU(), DataParallel(2, "cpu")], ids=["cpu", "parallel"])
+def test_each_is_logged_as_the_mean_over_what_it_counts_in_any_batches(size, strategy):
+    """A batch of which none counts has no part in it."""
+    data = Rows(23)
+    data.eval_batch_size = size
+    trainer = fitted(Detects(), data, strategy=strategy, max_epochs=1)
+    x, y = data.held_out.tensors
+    with torch.no_grad():
+        given, found = trainer.task.net(x)[:, 0], y > 0.5
+    assert 0 < found.sum() < len(y)
+    cls, box = (given - y).square().mean().item(), l1_loss(given[found], y[found]).item()
+    expected = {"val/cls": cls, "val/box": box, "val/loss": cls + box}
+    assert {name: trainer.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_losses_by_name_in_some_batches_alone_are_one_line():
+    class Sometimes(Detects):
+        def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+            output = super().training_step(batch)
+            is_even = self.global_step % 2 == 0
+            return output if is_even else {"loss": output["loss"]["cls"][0]}
+
+    with pytest.raises(UserError, match="^a step returned losses by name for some batches and one"):
+        fitted(Sometimes(), max_steps=4)
+
+
 class InAnyOrder(Detects):
     """As who goes over the kinds of targets that its rows have: each share has them in an order of
     its own, and without those that none of its rows has."""
@@ -242,9 +269,11 @@ def test_they_train_as_a_loop_by_hand_and_have_names():
         optimizer.zero_grad()
         (cls + box).backward()
         optimizer.step()
-        losses.append((cls.item(), box.item()))
+        found = (y > 0.5).sum().item()
+        losses.append((6, cls.item(), found, found * box.item()))
     assert all(map(torch.allclose, trained.task.parameters(), task.parameters()))
-    cls, box = (sum(each) / 2 for each in zip(*losses, strict=True))
+    rows, cls, found, box = zip(*losses, strict=True)
+    cls, box = sum(cls) / len(rows), sum(box) / sum(found)
     numbers = {"train/cls": cls, "train/box": box, "train/loss": cls + box}
     assert {name: trained.metrics[name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
 

@@ -116,7 +116,7 @@ def detached(output: Output) -> Output:
         name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
         for name, value in output.items()
     }
-    return Weighed(values, output.weights) if isinstance(output, Weighed) else values
+    return Weighed(values, output.weights, output.loss) if isinstance(output, Weighed) else values
 
 
 def prefixed(measured: list[Measured], turn: str) -> list[Measured]:
@@ -128,7 +128,8 @@ def _prefixed(output: Output, turn: str) -> Output:
     named = {n if n == "weight" else f"{turn}/{n}": value for n, value in output.items()}
     if not isinstance(output, Weighed):
         return named
-    return Weighed(named, {f"{turn}/{name}": weight for name, weight in output.weights.items()})
+    weights = {f"{turn}/{name}": weight for name, weight in output.weights.items()}
+    return Weighed(named, weights, f"{turn}/{output.loss}")
 
 
 def cloned(measured: list[Measured]) -> list[Measured]:
@@ -138,7 +139,7 @@ def cloned(measured: list[Measured]) -> list[Measured]:
 
 def _cloned(output: Output) -> Output:
     values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in output.items()}
-    return Weighed(values, output.weights) if isinstance(output, Weighed) else values
+    return Weighed(values, output.weights, output.loss) if isinstance(output, Weighed) else values
 
 
 def _describe(output: Any) -> str:
@@ -165,58 +166,46 @@ def one_loss(output: Any, task: Task, step: str) -> Any:
     """The output of a step, whose losses by name are added up; it also has each by its name.
 
     A loss is the mean over `how_many` of all replicas: what it counts on them is gathered. One that
-    a share leaves out counts nothing there."""
+    a share leaves out counts nothing there. Logged are the means over all that they count, and the
+    sum of these."""
     losses = output.get("loss") if isinstance(output, dict) else None
     if not isinstance(losses, dict):
         return output
     name = f"{task.own_class.__name__}.{step}"
     _check_losses(name, losses, output)
-    parts = [loss for loss, _ in losses.values()]
-    counts = [count for _, count in losses.values()]
-    is_whole = current_share.rows == current_share.total
-    if not is_whole:
-        shares, stands_for = _shares(task, tuple(losses), counts, parts[0].device)
+    means = {name: loss for name, (loss, _) in losses.items()}
+    counts = {name: count for name, (_, count) in losses.items()}
+    parts = [*means.values()]
+    if current_share.rows != current_share.total:
+        shares = _shares(task, tuple(losses), [*counts.values()], parts[0].device)
         parts = [loss * share for loss, share in zip(parts, shares, strict=True)]
-    parts = [ZeroLoss.apply(p) if _is_zero(n) else p for p, n in zip(parts, counts, strict=True)]
-    output = {**output, "loss": sum(parts[1:], parts[0])}
-    if is_whole:
-        return {**output, **dict(zip(losses, parts, strict=True))}
-    values = [part.detach() / n for part, n in zip(parts, stands_for, strict=True)]
-    weights = stands_for * current_share.rows
-    return Weighed(
-        {**output, **dict(zip(losses, values, strict=True))},
-        dict(zip(losses, weights, strict=True)),
-    )
+    zeros = map(_is_zero, counts.values())
+    parts = [ZeroLoss.apply(p) if is_zero else p for p, is_zero in zip(parts, zeros, strict=True)]
+    return Weighed({**output, "loss": sum(parts[1:], parts[0]), **means}, counts)
 
 
 @torch.no_grad()
-def _shares(
-    task: Task, names: tuple[str, ...], counts: list[Any], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _shares(task: Task, names: tuple[str, ...], counts: list[Any], device: torch.device) -> Tensor:
     """By how much the means of this share count in those of the batch, in which a share counts by
-    its rows; and for how many rows of the batch each row stands in the mean that is logged: those
-    of shares that have such a loss stand for all.
+    its rows.
 
     Counts travel with a mark of their name: the other shares don't know which losses this one has,
     nor in which order."""
-    total = current_share.total
     kind, bits = torch.float64, torch.int64
     if not has_float64(device):
         kind, bits = torch.float32, torch.int32
     own = torch.stack([_number(count, kind, device) for count in counts])
     marks = _marks(names, device)
-    rows = torch.full_like(marks, current_share.rows)
-    sent = torch.stack([marks, own.view(bits).long(), rows], dim=1)
+    sent = torch.stack([marks, own.view(bits).long()], dim=1)
     sent = nn.functional.pad(sent, (0, 0, 0, MOST_LOSSES - len(names)))
     try:
-        gathered = gather_shares(sent.flatten(), type(task).__name__).view(-1, 3)
+        gathered = gather_shares(sent.flatten(), type(task).__name__).view(-1, 2)
     except UserError as error:
         raise UserError(f"losses by name gather what they count: {error}") from None
     is_same = gathered[:, 0] == marks[:, None]
     numbers = gathered[:, 1].to(bits).contiguous().view(kind)
     whole = torch.where(is_same, numbers, 0.0).sum(1).clamp(min=torch.finfo(kind).tiny)
-    counted = torch.where(is_same, gathered[:, 2], 0).sum(1).to(kind)
-    return own / whole * (total / current_share.rows), total / counted
+    return own / whole * (current_share.total / current_share.rows)
 
 
 def _number(count: Any, kind: torch.dtype, device: torch.device) -> Tensor:

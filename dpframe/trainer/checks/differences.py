@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
+from dpframe.metrics import SOMETIMES_WEIGHTED, is_number, weight_of
 from dpframe.task import Output
 from dpframe.trainer.checks.draws import NotCompared
 from dpframe.trainer.outputs import Measured
@@ -27,12 +27,12 @@ def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
     """Each number of all rows, and the mean of its shares'."""
     if len({"weight" in output for output in [whole, *(output for _, output in parts)]}) > 1:
         raise NotCompared(SOMETIMES_WEIGHTED)
-    weights = [float(output.get("weight", rows)) for rows, output in parts]
-    if not (total := sum(weights)):
-        return
     for name, value in whole.items():
         others = [output.get(name) for _, output in parts]
         if name == "weight" or not all(map(is_number, [value, *others])):
+            continue
+        weights = [float(weight_of(name, output, rows)) for rows, output in parts]
+        if not (total := sum(weights)):
             continue
         of_all, *of_parts = map(_number, (value, *others))
         pairs = [(v, w) for v, w in zip(of_parts, weights, strict=True) if w]
