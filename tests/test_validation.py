@@ -12,11 +12,11 @@ import pytest
 import torch
 from command import attempts, write
 from forked import on
-from small import Hooks, Listed, Rows, Small, Stream, Streamed, fitted, is_same, trainer
+from small import Adam, Hooks, Listed, Rows, Small, Stream, Streamed, fitted, is_same, trainer
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpframe import Callback, Strategy, Trainer, TrainerSettings, UserError, seeding
+from dpframe import Callback, RunInfo, Strategy, Trainer, TrainerSettings, UserError, seeding
 from dpframe.callbacks import Checkpoint, EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -384,6 +384,48 @@ def test_a_share_of_an_epoch_is_at_the_nearest_step(rows, settings, validated):
     hooks = Hooks()
     fitted(data=Rows(rows, 4), callbacks=[hooks], **settings)
     assert hooks.steps("on_validation_end") == validated
+
+
+class StopsAfterTwo(Callback):
+    """On the main process alone."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        if trainer.epoch == 2 and trainer.strategy.is_main:
+            trainer.stop("enough")
+
+
+def ended(strategy: Strategy, settings: dict[str, Any]) -> tuple[int, float, float]:
+    torch.manual_seed(0)
+    fit = fitted(
+        Small(), Rows(), strategy=strategy, callbacks=[StopsAfterTwo()], max_epochs=9, **settings
+    )
+    return fit.epoch, fit.metrics["val/loss"], fit.validate()["val/loss"]
+
+
+@each_strategy
+def test_a_training_that_a_hook_ends_has_its_validation_too(strategy):
+    """Whatever comes first: this one, after epochs that are not validated, or one of the epoch."""
+    epochs, loss, measured_again = on(strategy, ended, {"validate_every_epochs": 5})
+    assert epochs == 2 and loss == measured_again
+    assert on(strategy, ended, {"validate_every_epochs": 2}) == (epochs, loss, loss)
+
+
+def test_a_run_that_a_hook_has_ended_goes_on_as_if_it_had_not(tmp_path):
+    def fit(directory: Any, *callbacks: Callback, resume: Any = None) -> Trainer:
+        torch.manual_seed(0)
+        run = RunInfo(directory=str(tmp_path / directory))
+        settings = TrainerSettings(max_epochs=7, validate_every_epochs=5)
+        each = [*callbacks, Checkpoint("val/loss", "min")]
+        made = Trainer(Small(Adam), Rows(), settings=settings, callbacks=each, run=run)
+        made.fit(resume)
+        return made
+
+    short = fit("resumed", StopsAfterTwo())
+    assert (tmp_path / "resumed/checkpoints/best.ckpt").is_file()
+    assert short.progress.global_step == 2 * 5
+    whole, resumed = fit("whole"), fit("resumed", resume="last")
+    assert resumed.metrics == whole.metrics
+    assert is_same(resumed.task.state_dict(), whole.task.state_dict())
 
 
 def test_a_run_resumed_at_a_share_of_an_epoch_goes_on_to_the_bit():

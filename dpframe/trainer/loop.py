@@ -324,7 +324,7 @@ class Trainer(CallbackView):
             if profile is not None:
                 profile.end_step()
             if calendar.validates(progress):
-                self._validate_within_epoch(training)
+                self._validate_by_itself(training)
             if self.is_over or progress.global_step == self.settings.max_steps:
                 self.is_over = True
                 break
@@ -375,8 +375,8 @@ class Trainer(CallbackView):
         progress.read_clock()
         progress.ended_step = progress.global_step
         self.hooks.call("on_epoch_end", self)
-        if not self.is_over:
-            self._poll(training)
+        if not end.is_last and (self.is_over or self._poll(training)):  # by a hook, after the end
+            self._validate_by_itself(training, is_extra=True)
 
     def _validate_at_end(self, training: Training, end: EpochEnd) -> dict[str, float]:
         """The new metrics of the validation after an epoch, or at the end of training."""
@@ -404,13 +404,16 @@ class Trainer(CallbackView):
         """The validation and the end of the epoch that the checkpoint's step has still to come
         to."""
         if training.calendar.validates(self.progress):
-            self._validate_within_epoch(training)
+            self._validate_by_itself(training)
         if self.is_over and self.progress.ended_step != self.progress.global_step:
             self._end_epoch(training)
 
-    def _validate_within_epoch(self, training: Training) -> None:
+    def _validate_by_itself(self, training: Training, *, is_extra: bool = False) -> None:
+        """Within an epoch, or after the end of one. `is_extra`: a longer run would not."""
+        if not training.validation or self.progress.validated_step == self.progress.global_step:
+            return
         self._read_losses(training)
-        self.is_extra_validation = False
+        self.is_extra_validation = is_extra
         means = self._measure_validation(training)
         if means:
             self.metrics.update(means)
