@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dpframe.data import permutation as permutation
     from dpframe.data import split as split
     from dpframe.data.module import leaves as leaves
+    from dpframe.data.module import tensors_of as tensors_of
     from dpframe.data.preparation import call_prepare_data as call_prepare_data
     from dpframe.data.source import Source as Source
     from dpframe.devices import memory as memory
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from dpframe.modes.measure import now as now
     from dpframe.modes.measure import refuse_by_hand as refuse_by_hand
     from dpframe.modes.measure import short as short
-    from dpframe.modes.measure import tensors_of as tensors_of
     from dpframe.modes.report import HOUR as HOUR
     from dpframe.modes.report import counted as counted
     from dpframe.modes.report import refuse_checkpoint as refuse_checkpoint
@@ -91,10 +91,7 @@ _NAMES = {
         "time",
     ),
     # A mode that measures.
-    "modes.measure": (
-        *("Probe", "Sampled", "WARM_UPS", "bytes_of", "now", "refuse_by_hand", "short"),
-        "tensors_of",
-    ),
+    "modes.measure": ("Probe", "Sampled", "WARM_UPS", "bytes_of", "now", "refuse_by_hand", "short"),
     "devices.memory": ("memory",),
     # A strategy, and its processes.
     "strategies.collectives": ("Collectives",),
@@ -108,7 +105,7 @@ _NAMES = {
     "launch.signals": ("signals",),
     # Rows, batches and the shares of them.
     "data": ("Share", "move", "permutation", "split"),
-    "data.module": ("leaves",),
+    "data.module": ("leaves", "tensors_of"),
     "data.preparation": ("call_prepare_data",),
     "data.source": ("Source",),
     "rows": ("current_share",),

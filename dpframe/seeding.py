@@ -2,12 +2,12 @@
 
 import os
 import random
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpframe.devices.accelerator import in_use
@@ -28,8 +28,7 @@ def reseed(seed: int, devices: Sequence[torch.device] | None = None) -> None:
         if device.type != "cpu":
             of_device = mix(seed, position) if position and devices is not None else seed
             _seed_device(device, of_device)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 def _seed_device(device: torch.device, seed: int) -> None:
@@ -83,9 +82,8 @@ def random_state(devices: Sequence[torch.device] | None = None) -> dict[str, Any
         kind = accelerators[0].type
         module = torch.get_device_module(kind)
         state["devices"] = [kind, [module.get_rng_state(device) for device in accelerators]]
-    if "numpy" in sys.modules:
-        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, keys.tobytes(), position, has_gauss, cached]
+    of_numpy: Any = np.random.get_state()
+    state["numpy"] = [of_numpy[0], of_numpy[1].tobytes(), *of_numpy[2:]]
     return state
 
 
@@ -100,12 +98,8 @@ def restore_random_state(
     for device, device_state in zip(here, kept, strict=False):
         if device.type == kind:
             torch.get_device_module(kind).set_rng_state(device_state, device)
-    if "numpy" in state and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state(
-            (name, numpy.frombuffer(keys, numpy.uint32), position, has_gauss, cached)
-        )
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, cached))
 
 
 @contextmanager

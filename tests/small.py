@@ -258,6 +258,9 @@ def loader_of(dataset: Any, batch_size: int = 10, **given: Any) -> Loader:
     """A Loader of a data set; what is given is for its Source, for the process that reads, or for
     itself."""
     plain = {"batch_size": batch_size, "shuffle": False, "sampler": None, "workers": 0}
-    given = {**plain, "collate": default_collate, "shares": lambda rows: [rows], **given}
+    plain |= {"collate": default_collate, "shares": lambda rows: [rows], "rank": 0}
+    plain |= {"looks_always": False, "agree": lambda value: value, "tally": list, "pins": False}
+    plain |= {"place": lambda table: table, "seed": 0}
+    given = {**plain, **dict.fromkeys(("piece", "division", "look")), **given}
     of = [{f.name: given.pop(f.name) for f in fields(k) if f.name in given} for k in (Source, Here)]
     return Loader(Source(dataset, **of[0]), Here(**of[1]), **given)

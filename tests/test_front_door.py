@@ -31,7 +31,6 @@ BRINGS = {"huggingface", "lab", "lightning", "logical", "ray", "verify"}
 FRIENDS = {
     "huggingface": {},
     "verify": {
-        "dpframe.data": "sets_of: what a recipe's data has, for the reference",
         "dpframe.errors": "OutOfMemory: a course that does not fit is no failed check",
         "dpframe.metrics": "Means: the reference's are those of the loop",
         "dpframe.layers.exact": "the reference has the layers of a run",

@@ -43,7 +43,7 @@ from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.data import Share
 from dpframe.data.loader import pinned
-from dpframe.data.module import leaves, tensors_in
+from dpframe.data.module import leaves, tensors_of
 from dpframe.data.stream import ShardedStream
 from dpframe.devices.accelerator import cores
 from dpframe.errors import Failure
@@ -408,7 +408,7 @@ def test_a_checkpoint_of_a_gpu_loads_on_a_machine_without(tmp_path, kind):
     trained.fit()
     checkpoint.save(trained.state_dict(), tmp_path / "gpu.ckpt")
     state = checkpoint.load(tmp_path / "gpu.ckpt")
-    assert {tensor.device.type for tensor in tensors_in(state)} == {"cpu"}
+    assert {tensor.device.type for tensor in tensors_of(state)} == {"cpu"}
     here = boston(started(CPU()), max_epochs=3, precision="64")
     here.task.load_state_dict(state["task"])
     metrics = here.validate()

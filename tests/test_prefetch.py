@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
 
 from dpframe import DataModule, Strategy, Trainer, TrainerSettings, UserError
-from dpframe.data import Loader, move, prefetch
+from dpframe.data import Loader, move, prefetch, split
 from dpframe.data.loader import copied
 from dpframe.data.prefetch import Prefetch
-from dpframe.data.reading import Table
+from dpframe.data.reading import TensorTable
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer import evaluation, feed
 from dpframe.trainer.feed import evaluated
@@ -266,8 +266,8 @@ def test_tensors_are_kept_on_the_gpu_if_they_take_a_tenth_of_what_is_free(
     moves = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
     monkeypatch.setattr(prefetch, "move", lambda tensors, *where: moves.append(where))
-    table = Table((torch.zeros(2**17), torch.zeros(2**17)))  # of one MiB together
-    half = Table((torch.zeros(2**19),), torch.arange(2**18))
+    table = TensorTable((torch.zeros(2**17), torch.zeros(2**17)))  # of one MiB together
+    half = TensorTable((torch.zeros(2**19),), torch.arange(2**18))
     for each in (table, half):
         kept = prefetch.keep_on(GPU, each, dtype=dtype, data_on_device=data_on_device)
         assert moves == ([(GPU, dtype)] if expected else [])
@@ -279,7 +279,7 @@ def test_more_than_the_gpu_has_free_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99, 80 * 2**30))
     line = "trainer.data_on_device=true but the data takes 1,048,576 bytes and cuda:0 has 99 free"
     with pytest.raises(UserError, match=f"^{line}; use"):
-        prefetch.keep_on(GPU, Table((torch.zeros(2**18),)), dtype=None, data_on_device=True)
+        prefetch.keep_on(GPU, TensorTable((torch.zeros(2**18),)), dtype=None, data_on_device=True)
 
 
 def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_for():
@@ -305,13 +305,13 @@ def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_
 def test_a_batch_is_made_where_the_data_is():
     """The meta device is one that is not the CPU: rows and data have to meet there."""
 
-    def place(table: Table) -> Table:
-        return Table(tuple(tensor.to("meta") for tensor in table.tensors))
+    def place(table: TensorTable) -> TensorTable:
+        return TensorTable(tuple(tensor.to("meta") for tensor in table.tensors))
 
     loader = loader_of(
         Rows(10).train,
         batch_size=4,
-        shares=lambda rows: list(torch.chunk(rows, 2)),
+        shares=partial(split, replicas=2),
         shuffle=True,
         place=place,
     )

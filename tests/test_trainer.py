@@ -288,29 +288,6 @@ def test_a_step_with_other_arguments_is_refused_before_training(step):
     assert not hooks.seen
 
 
-@pytest.mark.parametrize(
-    "kind, mode",
-    [
-        ("train", "fit"),
-        ("val", "fit"),
-        ("val", "validate"),
-        ("test", "test"),
-        ("predict", "predict"),
-    ],
-)
-def test_data_under_a_name_that_nobody_would_call_is_refused(kind, mode):
-    data = Rows(8)
-    setattr(data, f"{kind}_dataloader", lambda: None)  # beside one of ours, it is the user's own
-    assert getattr(trainer(data=data), mode)() is not None
-    setattr(data, f"{kind}_dataset", lambda: None)
-    with pytest.raises(UserError) as caught:
-        getattr(trainer(data=data), mode)()
-    assert str(caught.value) == (
-        f"Rows.{kind}_dataloader is never called; rename it to {kind}_dataset, "
-        "which may return a DataLoader"
-    )
-
-
 class NeedsMore(torch.optim.SGD):
     def step(self, losses):
         return super().step()

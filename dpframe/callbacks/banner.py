@@ -92,7 +92,7 @@ def _data(trainer: "Trainer") -> str:
     """How the data is read, and whether it is on the GPU or copied there batch by batch."""
     loader = trainer.feed.train
     if loader.device.type != "cpu":
-        return f"{len(trainer.feed.dataset):,} rows on {loader.device}"
+        return f"{len(trainer.feed.source.dataset):,} rows on {loader.device}"
     on_gpu = trainer.strategy.device.type != "cpu"
     return f"{loader.how}, copied by the batch" if on_gpu else loader.how
 

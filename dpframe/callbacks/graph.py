@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpframe import seeding
 from dpframe.data import Batch
-from dpframe.data.module import leaves, mapped
+from dpframe.data.module import mapped, tensors_of
 from dpframe.errors import first_line
 from dpframe.task import Task
 from dpframe.trainer.callback import Callback
@@ -41,7 +41,7 @@ class Graph(Callback):
             return
         self.is_missing = False
         task = trainer.task
-        tensors = tuple(leaf for leaf in leaves(shares[0]) if isinstance(leaf, Tensor))
+        tensors = tuple(tensors_of(shares[0]))
         module = as_module(task, shares[0])
         with (
             restore_modes(task),

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from dpframe.data.module import Share as Share
     from dpframe.data.module import move as move
     from dpframe.data.module import placed as placed
-    from dpframe.data.module import sets_of as sets_of
     from dpframe.data.module import split as split
     from dpframe.data.order import permutation as permutation
     from dpframe.data.reading import Rows as Rows
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Loader": "loader",
     **dict.fromkeys(("Batch", "DataModule", "DataSets", "Share"), "module"),
-    **dict.fromkeys(("move", "placed", "sets_of", "split"), "module"),
+    **dict.fromkeys(("move", "placed", "split"), "module"),
     **dict.fromkeys(("Rows", "is_tensors"), "reading"),
     "permutation": "order",
 }

@@ -1,6 +1,5 @@
 """What is in the attributes of a data set, and whether it has changed since an earlier look."""
 
-import sys
 import types
 import weakref
 import zlib
@@ -10,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dpframe.parameters import version_of
@@ -31,7 +31,7 @@ def contents_of(value: Any, name: str, *, deepest: int = DEEPEST) -> Contents:
     contents: Contents = {}
     bytes_left = HASHED_BYTES
     for path, each in walked(value, name, deepest=deepest):
-        if _is_array(each):
+        if isinstance(each, np.ndarray):
             contents[path] = each.shape, each.dtype, _checksum(each, bytes_left)
             bytes_left = max(0, bytes_left - each.nbytes)
         else:
@@ -106,11 +106,6 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         is_alive = self._reference is None or self._reference() is not None
         return isinstance(other, _Same) and self._id == other._id and is_alive
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _checksum(array: Any, bytes_left: int) -> Any:

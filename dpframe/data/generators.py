@@ -1,11 +1,11 @@
 """Random generators that rows draw from: what they draw is a fact of the row."""
 
 import random
-import sys
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dpframe import seeding
@@ -13,6 +13,7 @@ from dpframe.data.contents import OF_COLLATE, walked
 
 ITEMS = 100  # of a list or a dict that are looked into
 OF_OTHERS = ("builtins", "torch", "typing")  # modules whose classes have no generators
+KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Draws(NamedTuple):
@@ -38,8 +39,7 @@ class Generators:
         values = [value for _, value in chain(walked(dataset, items=ITEMS), *in_collates)]
         classes = dict.fromkeys(chain(*(type(value).__mro__ for value in values)))
         of_classes = (vars(each).values() for each in classes if each.__module__ not in OF_OTHERS)
-        of_kind = kinds()
-        found = (value for value in chain(values, *of_classes) if isinstance(value, of_kind))
+        found = (value for value in chain(values, *of_classes) if isinstance(value, KINDS))
         own = list({id(each): each for each in found if _can_be_seeded(each)}.values())
         self.are_own = bool(own)  # some of them
         self._all = [*own, *others]
@@ -57,13 +57,6 @@ class Generators:
     def restore(self, states: list[Any]) -> None:
         for generator, state in zip(self._all, states, strict=True):
             _restore(generator, state)
-
-
-def kinds() -> tuple[type, ...]:
-    """Their classes, of the libraries that are imported."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return (torch.Generator, random.Random, *of_numpy)
 
 
 def _can_be_seeded(generator: Any) -> bool:

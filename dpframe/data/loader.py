@@ -12,9 +12,9 @@ from dpframe import seeding
 from dpframe.data.batches import Batches
 from dpframe.data.divided import ByRank
 from dpframe.data.generators import Draws
-from dpframe.data.module import Batch, OfSets, Share, pinned, places_of
+from dpframe.data.module import Batch, OfSets, Share, pinned
 from dpframe.data.order import TogetherOrder, order_of
-from dpframe.data.reading import Rows, Table, table_of
+from dpframe.data.reading import Rows, TensorTable, table_of
 from dpframe.data.source import Here, Source
 from dpframe.data.stream import Division, Place
 from dpframe.data.streamed import Streamed, reader_of
@@ -38,30 +38,20 @@ class Loader:
         source: Source,
         here: Here,
         *,
-        seed: int = 0,
-        piece: int | None = None,
-        division: Division | ByRank | None = None,
-        look: Callable[[Any], None] | None = None,
+        seed: int,
+        piece: int | None,
+        division: Division | ByRank | None,
+        look: Callable[[Any], None] | None,
     ) -> None:
         """A collate gets `piece` rows at most. `look` is for ready batches: it is called once, with
         the first one or None, in all processes together. Tensors may move to the GPU here."""
         dataset = source.dataset if division is None else division.part(source.dataset, here.rank)
         self.rows = rows = Rows(dataset, source.collate, piece)
-        self.order = order_of(
-            dataset,
-            source.batch_size,
-            source.shuffle,
-            seed,
-            source.sampler,
-            here.agree,
-            drop_last=source.drop_last,
-            label=source.label,
-        )
+        self.order = order_of(dataset, source, seed, here.agree)
         self.batch_size = source.batch_size
         self.seed = seed
         self.division = division
         self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
-        self.how = rows.described()
         self.workers = WorkerCount()
         self._rank = here.rank
         self._shares = here.shares
@@ -71,6 +61,7 @@ class Loader:
         self._read: Callable[..., Any] | None = None
         self._stream: Streamed | None = None
         if rows.are_tensors:
+            self.how = rows.described()
             table = here.place(table_of(dataset))
             self.device = table.tensors[0].device
             self._read = _reads(table, is_pinned=self._pins and self.device.type == "cpu")
@@ -147,9 +138,9 @@ class Loader:
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
             total = rows.numel()
             if several is not None:
-                places = [OfSets(each) for each in places_of(self._shares, several.places(rows))]
+                places = [OfSets(each) for each in self._shares(several.places(rows))]
             elif total != known:
-                known, places = total, places_of(self._shares, range(total))
+                known, places = total, self._shares(range(total))
             yield batch, [(share, share.numel()) for share in shares], places, total
 
     def _requests(self, epoch: int | None, skip: int, limit: int | None) -> Iterator[tuple]:
@@ -179,7 +170,7 @@ class Loader:
             self._stream.seek(places, ranks)
 
 
-def _reads(table: Table, *, is_pinned: bool) -> Callable[..., Any]:
+def _reads(table: TensorTable, *, is_pinned: bool) -> Callable[..., Any]:
     take = _taken_pinned if is_pinned else torch.index_select
     tensors, known = table.tensors, table.rows
     if known is None:

@@ -41,12 +41,6 @@ class DataModule:
     `input` names a file or a folder to predict on, in place of `predict_dataset`.
     """
 
-    drop_last = False  # where a class of its own does not call __init__
-    eval_batch_size: int | None = None
-    input: str | None = None
-    divided: str | None = None
-    persistent_workers: bool | str = "auto"
-    pin_memory: bool = True
     length: Any = "longest"  # a class of its own may have something else of that name
     own_class: type  # where the user's code is: this class, or that of what it is around
     has_preparation = False  # a `prepare_data` of its own
@@ -139,11 +133,6 @@ class DataSets(DataModule):
     `predict` on it is the one to `test`.
     """
 
-    train: Any = None
-    val: Any = None
-    test: Any = None
-    predict: Any = None
-
     def __init__(
         self,
         train: Any = None,
@@ -167,11 +156,6 @@ class DataSets(DataModule):
 
     def predict_dataset(self) -> Any:
         return self.test if self.predict is None else self.predict
-
-
-def sets_of(returned: Any) -> dict[str, Any]:
-    """What a DataModule's method returned, by the data sets' names; one alone has the name ""."""
-    return returned if isinstance(returned, dict) else {"": returned}
 
 
 class Share(NamedTuple):
@@ -208,15 +192,6 @@ def split(rows: Sequence, replicas: int) -> list[Sequence]:
     """Contiguous shares as torch.chunk makes them (30 on 4: 8 8 8 6); the last may be empty."""
     size = -(-len(rows) // replicas)
     return [rows[start * size : (start + 1) * size] for start in range(replicas)]
-
-
-def places_of(shares: Shares, places: Sequence[int]) -> list[Sequence[int]]:
-    """Of the rows of the local shares, in a batch."""
-    try:
-        return shares(places)
-    except TypeError:  # of a strategy that cuts tensors alone
-        numbers: Any = torch.tensor(places)
-        return [share.tolist() for share in shares(numbers)]  # type: ignore[attr-defined]
 
 
 class Pieces(list):
@@ -343,5 +318,5 @@ def _with(value: Any, parts: dict[Any, Any]) -> Any:
     return changed
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))

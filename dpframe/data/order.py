@@ -1,7 +1,7 @@
 """The order of an epoch: which rows make which global batch, by a seed or by the user's sampler."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count, islice
@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from dpframe import seeding
 from dpframe.data.mix import Mix, spread
 from dpframe.data.shuffle import COMPUTED, DRAWN, Computed, Numbers
+from dpframe.data.source import Source
 from dpframe.data.together import Parts
 from dpframe.errors import UserError
 
@@ -22,17 +23,11 @@ Agree = Callable[[Any], Any]
 
 
 def order_of(
-    dataset: Any,
-    batch_size: int,
-    shuffle: bool,
-    seed: int,
-    sampler: Iterable | Parts | None,
-    agree: Agree,
-    *,
-    drop_last: bool = False,
-    label: str = "train_sampler returned",
+    dataset: Any, source: Source, seed: int, agree: Agree
 ) -> "Order | SamplerOrder | TogetherOrder | None":
-    """None for a stream, whose order is unknown. `label` begins the errors about the sampler."""
+    """Of the source's `dataset`, or of this process's part of it; None for a stream, whose order is
+    unknown."""
+    size, sampler, drop_last = source.batch_size, source.sampler, source.drop_last
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
@@ -40,10 +35,10 @@ def order_of(
     if isinstance(sampler, Parts):
         return TogetherOrder.of(sampler, dataset.cumulative_sizes, seed, agree)
     if sampler is not None:
-        return SamplerOrder(sampler, batch_size, len(dataset), seed, agree, drop_last, label)
+        return SamplerOrder(sampler, size, len(dataset), seed, agree, drop_last, source.label)
     if isinstance(dataset, Mix):
-        return MixOrder(dataset.rows, batch_size, shuffle, seed, drop_last, mix=dataset)
-    return Order(len(dataset), batch_size, shuffle, seed, drop_last)
+        return MixOrder(dataset.rows, size, source.shuffle, seed, drop_last, mix=dataset)
+    return Order(len(dataset), size, source.shuffle, seed, drop_last)
 
 
 def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
@@ -114,9 +109,9 @@ class SamplerOrder:
     batch_size: int
     rows: int
     seed: int
-    agree: Agree = lambda value: value
-    drop_last: bool = False
-    label: str = "train_sampler returned"
+    agree: Agree
+    drop_last: bool
+    label: str
 
     def __post_init__(self) -> None:
         self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
@@ -205,16 +200,7 @@ class TogetherOrder:
     @classmethod
     def of(cls, parts: Parts, ends: Sequence[int], seed: int, agree: Agree) -> Self:
         orders: dict[str, Any] = {
-            name: order_of(
-                source.dataset,
-                source.batch_size,
-                source.shuffle,
-                seeding.mix(seed, place),
-                source.sampler,
-                agree,
-                drop_last=source.drop_last,
-                label=source.label,
-            )
+            name: order_of(source.dataset, source, seeding.mix(seed, place), agree)
             for place, (name, source) in enumerate(parts.sources.items())
         }
         return cls(orders, ends, parts.length)

@@ -11,7 +11,7 @@ class Cut(NamedTuple):
 
     most: int  # rows of a piece
     replicas: int
-    share: int = 0  # rows that a replica may have of any batch, where ranks read rows of their own
+    share: int  # rows that a replica may have of any batch, where ranks read rows of their own
 
     def of(self, shares: Share | list[Share], rows: int) -> Sequence[Any]:
         """The pieces of a batch of `rows`, each as a strategy's `to_device` has given the batch."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dpframe.data.loader import Loader
-from dpframe.data.module import Batch, Share, leaves, move, tensors_in
-from dpframe.data.reading import Table
+from dpframe.data.module import Batch, Share, leaves, move, tensors_of
+from dpframe.data.reading import TensorTable
 from dpframe.devices import memory
 from dpframe.devices.accelerator import has_streams
 from dpframe.errors import UserError
@@ -25,11 +25,11 @@ ToDevice = Callable[[list[Share]], Any]
 
 def keep_on(
     device: torch.device,
-    table: Table,
+    table: TensorTable,
     *,
     dtype: torch.dtype | None,
     data_on_device: str | bool,
-) -> Table:
+) -> TensorTable:
     """The tensors of a data set on a GPU, if they fit and `trainer.data_on_device` allows it."""
     if device.type == "cpu" or data_on_device is False:
         return table
@@ -46,7 +46,7 @@ def keep_on(
         )
     if data_on_device is not True and needed > (free or 0) // SHARE_OF_FREE:
         return table
-    return Table(move(table.whole(), device, dtype))
+    return TensorTable(move(table.whole(), device, dtype))
 
 
 def prefetched(
@@ -132,7 +132,7 @@ class SideStreams:
             return
         for stream, event in zip(self._streams, events, strict=True):
             torch.accelerator.current_stream(stream.device).wait_event(event)
-        for tensor in tensors_in(shares):
+        for tensor in tensors_of(shares):
             if tensor.device.type != "cpu":
                 tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 

@@ -1,5 +1,6 @@
 """`prepare_data`: what is downloaded or converted once on each machine, before it is read."""
 
+import operator
 import os
 import tempfile
 from collections.abc import Callable
@@ -32,11 +33,7 @@ def run_once(
     """Calls a method `prepare_data`, and `check` after it. No time limit ends the processes that
     wait for it."""
     with signals.unwatched():
-        (once or _call)(partial(_run, prepare_data, check))
-
-
-def _call(work: Callable[[], object]) -> None:
-    work()
+        (once or operator.call)(partial(_run, prepare_data, check))
 
 
 def _run(prepare_data: Any, check: Callable[[], object]) -> None:

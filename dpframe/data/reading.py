@@ -235,7 +235,7 @@ def is_tensors(dataset: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """Tensors, and which of their rows are those of a data set; None: all of them."""
 
     tensors: tuple[Tensor, ...]
@@ -251,15 +251,15 @@ class Table:
         return tuple(tensor.index_select(0, self.rows) for tensor in self.tensors)
 
 
-def table_of(dataset: Any) -> Table:
+def table_of(dataset: Any) -> TensorTable:
     """Of a data set that is nothing but tensors. Those of a Subset are not copied."""
     if type(dataset) is not Subset:
-        return Table(dataset.tensors)
+        return TensorTable(dataset.tensors)
     of = table_of(dataset.dataset)
     rows = _numbers_of(dataset.indices)
     if (rows < 0).any():  # from the end, as in torch
         rows = torch.where(rows < 0, rows + len(of), rows)
-    return Table(of.tensors, rows if of.rows is None else of.rows[rows])
+    return TensorTable(of.tensors, rows if of.rows is None else of.rows[rows])
 
 
 def _numbers_of(rows: Sequence[int]) -> Tensor:

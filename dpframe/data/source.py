@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 from dpframe.data.batches import Batches
 from dpframe.data.module import DataModule, Shares
-from dpframe.data.reading import Table
+from dpframe.data.reading import TensorTable
 from dpframe.data.settings import BY_RANK, DataSettings
 from dpframe.data.workers import WorkerCount
 from dpframe.errors import UserError
@@ -29,14 +29,14 @@ class Here:
     """The process that reads, and what it does together with the others of its job."""
 
     shares: Shares
-    rank: int = 0  # by which its workers draw random numbers of their own
-    looks_always: bool = False  # at whether rows draw, not now and then
-    agree: Callable[[Any], Any] = lambda value: value  # all get the main process's value
+    rank: int  # by which its workers draw random numbers of their own
+    looks_always: bool  # at whether rows draw, not now and then
+    agree: Callable[[Any], Any]  # all get the main process's value
     # All get the sums of their numbers, to count the rows of each of a stream's batches.
-    tally: Callable[[list[float]], list[float]] | None = None
+    tally: Callable[[list[float]], list[float]]
     # Where data that is tensors is kept: they go in, and come out there.
-    place: Callable[[Table], Table] = lambda table: table
-    pins: bool = False  # batches, for a GPU
+    place: Callable[[TensorTable], TensorTable]
+    pins: bool  # batches, for a GPU
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dpframe.data.batches import Batches, BatchReader
 from dpframe.data.divided import ByRank
-from dpframe.data.module import Batch, Share, pinned, places_of
+from dpframe.data.module import Batch, Share, pinned
 from dpframe.data.reading import Rows
 from dpframe.data.source import Here, Source
 from dpframe.data.stream import Division, Place, Reader, check
@@ -56,7 +56,7 @@ class Streamed:
         self._look = look
         self._pins = source.pin_memory and here.pins
         self._tally = here.tally if division is not None or source.may_differ else None
-        # Each process has its own place.
+        # Whether each process has a place of its own.
         self._is_apart = division is not None or isinstance(source.dataset, Batches)
         self._places: dict[int, Place] = {}  # in the stream, by the batches before it
         self._sought: Place | None = None
@@ -114,7 +114,7 @@ class Streamed:
         if self._division is not None and self._division.ranks > 1:
             # Its shares are not those of a split: no rank knows the others'.
             return Batch([Share(batch, n) for batch, n in shares], total)
-        pairs = zip(shares, places_of(self._here.shares, range(total)), strict=True)
+        pairs = zip(shares, self._here.shares(range(total)), strict=True)
         return Batch([Share(*share, total, place) for share, place in pairs], total)
 
     def _counted(self, rows: int, tally: Callable[[list[float]], list[float]]) -> int:

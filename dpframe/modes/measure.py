@@ -1,7 +1,7 @@
 """Measures a training of some steps on one replica: when they end, and what they hold in memory."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, cycle
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpframe.data import DataModule
-from dpframe.data.module import leaves
+from dpframe.data.module import tensors_of
 from dpframe.data.source import Source
 from dpframe.devices.memory import begin_peak, peak
 from dpframe.errors import UserError
@@ -146,10 +146,6 @@ def lasting_bytes(trainer: Trainer) -> int:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     states = [tensors_of(update.optimizer.state) for update in trainer.updates.values()]
     return bytes_of(chain(parameters, trained, trainer.task.buffers(), *states))
-
-
-def tensors_of(nest: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in leaves(nest) if isinstance(leaf, Tensor))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dpframe.data import Batch, DataModule, DataSets, Loader, Rows, Share, sets_of
+from dpframe.data import Batch, DataModule, DataSets, Loader, Rows, Share
 from dpframe.data.batches import Batches
 from dpframe.data.divided import ByRank, OwnRows, are_alike, unlike
 from dpframe.data.input import dataset_of
@@ -121,10 +121,6 @@ class TrainingData:
                     *(replicas, name, few),
                 )
 
-    @property
-    def dataset(self) -> Any:
-        return self.source.dataset
-
     def steps(self, progress: Progress) -> Iterator[list[Batch]]:
         """The rest of the epoch's batches, as many at a time as make one optimizer update."""
         batches = self.read(progress.epoch, skip=progress.batches_done, limit=self.limit)
@@ -197,8 +193,9 @@ def _by_rank(
     *,
     trains: bool = False,
 ) -> Source:
-    """What is said is done in training. Of the sets to evaluate on, those that are alike in all
-    processes are read as without it. Where nothing is said, rows that differ are refused."""
+    """With `data.divided=by_rank` each rank reads its own rows of a set to train on; a set to
+    evaluate on is read as without it if it is alike in all processes. Without it, rows that differ
+    between processes are refused."""
     if strategy.world_size == 1:
         return replace(source, is_by_rank=False)
     collectives, is_said = strategy.collectives, source.is_by_rank
@@ -239,7 +236,10 @@ def _by_rank(
 
 def _sources(kind: str, data: DataModule, *, may_be_none: bool = False) -> dict[str, Source]:
     """The data sets by their names; one alone has the name ""."""
-    returned: Any = _returned(kind, data)
+    if kind == "predict" and isinstance(data.input, str):
+        returned: Any = dataset_of(data.input, data.input_row)
+    else:
+        returned = getattr(data, METHODS[kind])()
     if returned is None and may_be_none:
         return {}
     method = f"{type(data).__name__}.{METHODS[kind]}()"
@@ -248,7 +248,7 @@ def _sources(kind: str, data: DataModule, *, may_be_none: bool = False) -> dict[
     if is_dict and not returned:
         raise UserError(f"{method} returned an empty dict; return a data set for each name")
     sources = {}
-    for name, dataset in (sets_of(returned) if is_dict else {"": returned}).items():
+    for name, dataset in (returned if is_dict else {"": returned}).items():
         label = f"{method}[{name!r}]" if is_dict else method
         if is_dict and not (isinstance(name, str) and NAME.fullmatch(name)):
             raise UserError(
@@ -278,22 +278,6 @@ def _no_dataset(kind: str, data: DataModule, label: str) -> UserError:
     if any(map(data.has_own, ("test_dataset", METHODS[kind]))):
         return UserError(f"{label} returned None; return a data set, which mode={kind} reads")
     return UserError(f"{type(data).__name__} has no {METHODS[kind]}; write one, {INSTEAD[kind]}")
-
-
-def _returned(kind: str, data: DataModule) -> Any:
-    """What the DataModule's method for it returns. Nothing, under a name of Lightning's that is not
-    called, is refused: such a run would have no validation."""
-    if kind == "predict" and isinstance(data.input, str):
-        return dataset_of(data.input, data.input_row)
-    ours = METHODS[kind]
-    theirs = ours.replace("set", "loader")
-    returned = getattr(data, ours)()
-    if returned is None and hasattr(data, theirs):
-        raise UserError(
-            f"{type(data).__name__}.{theirs} is never called; rename it to {ours}, which may "
-            "return a DataLoader"
-        )
-    return returned
 
 
 def _loader(

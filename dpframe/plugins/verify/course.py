@@ -14,7 +14,6 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpframe import Batches, DataModule, Task, TrainerSettings, UserError
-from dpframe.data import sets_of
 from dpframe.layers.exact import DROPOUTS, convert, is_torchs
 from dpframe.plugin import Source, seeding
 from dpframe.trainer.checks.own import Own, kind_of
@@ -314,10 +313,9 @@ class FirstRows(DataModule):
         """The first rows, in whole batches of `size` if there are that many."""
         with seeding.seeded(self.course.recipe.seed):  # random augmentation is the same everywhere
             returned = make()
-            if returned is None:
-                return None
-            first = {n: self._of(each, rows, size) for n, each in sets_of(returned).items()}
-            return first if isinstance(returned, dict) else first[""]
+            if isinstance(returned, dict):
+                return {name: self._of(each, rows, size) for name, each in returned.items()}
+            return None if returned is None else self._of(returned, rows, size)
 
     def _of(self, dataset: Any, rows: int, size: int) -> Dataset:
         if isinstance(dataset, DataLoader):

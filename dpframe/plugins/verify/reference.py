@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import DataModule, Task, Trainer, TrainerSettings
-from dpframe.data import sets_of
 from dpframe.layers.exact import BATCH_NORMS, RowDropout, convert
 from dpframe.metrics import Means
 from dpframe.plugin import Share, checkpoint, current_share, move, permutation, seeding, updated_by
@@ -224,7 +223,7 @@ def predict(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
     task, data = _restore(course, weights)
     by_name = {}
     with seeding.seeded(seed):
-        for name, dataset in sets_of(data.predict_dataset()).items():
+        for name, dataset in _sets_of(data.predict_dataset()).items():
             step = EvalStep(task, "predict_step", name=name)
             parts = _run_batches(step, data, dataset, size)
             by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
@@ -240,7 +239,7 @@ def _validate(
     task.double().eval()
     outputs: Outputs = []
     by_name = {}
-    for name, held_out in sets_of(data.val_dataset()).items():
+    for name, held_out in _sets_of(data.val_dataset()).items():
         step = EvalStep(task, "validation_step", name=name)
         by_name[name] = _run_batches(step, data, held_out, size, cut)
         outputs += by_name[name]
@@ -250,6 +249,11 @@ def _validate(
             numbers |= {f"{name}/{key}": v for key, v in task.summarize(means(its)).items()}
             named += prefixed(its, name)
     return numbers, named
+
+
+def _sets_of(returned: Any) -> dict[str, Any]:
+    """What a DataModule's method returned, by the data sets' names; one alone has the name ""."""
+    return returned if isinstance(returned, dict) else {"": returned}
 
 
 def _run_batches(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -50,9 +51,5 @@ def nothing_tuned() -> Iterator[None]:
 
 
 def foreign_states() -> Any:
-    numpy = sys.modules.get("numpy")
-    state = random.getstate()
-    if numpy is None:
-        return state
-    _, keys, position, *_ = numpy.random.get_state()
-    return state, keys.tobytes(), position
+    of_numpy: Any = np.random.get_state()
+    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2]

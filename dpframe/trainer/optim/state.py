@@ -1,6 +1,6 @@
 """An optimizer's state: saved with the names of its weights, checked before a kernel reads it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from dpframe.composite import parts_of
-from dpframe.data.module import tensors_in
+from dpframe.data.module import tensors_of
 from dpframe.errors import listed
 from dpframe.parameters import updated_by
 from dpframe.strategies.weights import Weights
@@ -230,7 +230,8 @@ def _refuse_missing(states: dict[Any, Any], named: Named, optimizer: Optimizer) 
     """By what torch's optimizer keeps of a weight after a step with the options of here."""
     kept: dict[Any, set[str]] = {}
     owners = _owners_in(optimizer)
-    for number, (group, weight) in enumerate(_weights_in(optimizer.param_groups)):
+    weights = ((group, weight) for group in optimizer.param_groups for weight in group["params"])
+    for number, (group, weight) in enumerate(weights):
         state = states.get(number)
         # Of a weight without a gradient so far there is none.
         if state and is_torchs(owners[number]):
@@ -240,10 +241,6 @@ def _refuse_missing(states: dict[Any, Any], named: Named, optimizer: Optimizer) 
             if missing := sorted(kept[kind] - state.keys()):
                 what = f"{listed(missing, 3)} of {_name_of(weight, named)}"
                 raise Mismatch(f"the optimizer has no {what} there")
-
-
-def _weights_in(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    return ((group, weight) for group in groups for weight in group["params"])
 
 
 def _kept(optimizer: Optimizer, group: dict[str, Any], weight: Tensor) -> set[str]:
@@ -290,7 +287,7 @@ def _kind(tensor: Tensor) -> tuple[bool, bool]:
 
 def _check_flat(state: Any, optimizer: Optimizer) -> None:
     total = sum(w.numel() * (2 if w.is_complex() else 1) for w in updated_by(optimizer))
-    for tensor in tensors_in(state):
+    for tensor in tensors_of(state):
         if tensor.ndim and tuple(tensor.shape) != (total,):
             raise Mismatch(f"LBFGS keeps {tuple(tensor.shape)} numbers there, {total} here")
 

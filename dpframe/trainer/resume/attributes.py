@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ class Attributes:
         """Equal to the mark of another moment if nothing has changed, as far as that can be told:
         within an object of the user's own package it is looked for one level deep."""
         kind = type(value)
-        if kind in PLAIN or _is_scalar(value):
+        if kind in PLAIN or isinstance(value, np.generic):
             return kind, value if kind is int else repr(value)  # a NaN equals no other
         if isinstance(value, list | tuple | deque | set | dict):
             entries = value.items() if isinstance(value, dict) else value
@@ -109,9 +110,9 @@ class Attributes:
         self._held.append(value)
         if isinstance(value, Tensor):
             return id(value), None if isinstance(value, nn.Parameter) else version_of(value)
-        if _is_array(value):
+        if type(value) is np.ndarray:
             return id(value), hash(value.tobytes()) if value.nbytes <= LARGE_BYTES else None
-        if isinstance(value, generators.kinds()):
+        if isinstance(value, generators.KINDS):
             state = generators.state_of(value)
             return id(value), state.tolist() if isinstance(state, Tensor) else repr(state)
         is_own = _package(kind) in (self._package, "types") and hasattr(value, "__dict__")
@@ -191,7 +192,7 @@ def packed(value: Any) -> Any:
             raise OfAStep
         own = value.detach()
         return own.clone() if own.device.type == "cpu" else {WRAPPED: ON_DEVICE, "of": own.cpu()}
-    if _is_array(value) or _is_scalar(value):
+    if kind is np.ndarray or isinstance(value, np.generic):
         try:
             return {WRAPPED: ARRAY, "of": torch.tensor(value.copy())}
         except TypeError:
@@ -220,17 +221,6 @@ def _plain_key(key: Any) -> Any:
     if type(key) not in (str, int, float, bool):
         raise NotPlain(f"a dict with a {type(key).__name__} as a key")
     return key
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
-
-
-def _is_scalar(value: Any) -> bool:
-    """One of NumPy's numbers."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
 
 
 def of_process(
