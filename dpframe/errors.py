@@ -50,7 +50,7 @@ class Interrupted(BaseException):
         return Interrupted, (self.number, self.said)
 
 
-def exited(error: SystemExit, *, who: str = "") -> Failure:
+def exited(error: SystemExit, *, who: str) -> Failure:
     """The failure for a `sys.exit()` in the middle of the work, whatever its code."""
     called = [
         f"{frame.name} ({os.path.basename(frame.filename)}, line {frame.lineno})"
@@ -129,14 +129,19 @@ def unmeasured(key: str, name: str, metrics: Iterable[str], more: str = "") -> U
     return UserError(f"{key}={name} is not measured{more}; {suggestion(name, metrics)}")
 
 
-def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") -> UserError:
-    """A method of the user's that can't take what it is called with."""
-    takes = ", ".join(inspect.signature(getattr(owner, name)).parameters)
-    passed = ", ".join(called)
-    return UserError(
-        f"{type(owner).__name__}.{name} takes ({takes}) and is called with ({passed}){why}; "
-        f"write {name}({', '.join(('self', *called))})"
-    )
+def refuse_miscalled(
+    owner: object, method: str, /, *called: str, why: str = "", **named: str
+) -> None:
+    """Where a method of the user's can't take what it is called with, by position and by name."""
+    signature = inspect.signature(getattr(owner, method))
+    try:
+        signature.bind(*called, **named)
+    except TypeError:
+        takes, passed = ", ".join(signature.parameters), (*called, *named)
+        raise UserError(
+            f"{type(owner).__name__}.{method} takes ({takes}) and is called with "
+            f"({', '.join(passed)}){why}; write {method}({', '.join(('self', *passed))})"
+        ) from None
 
 
 def no_super(kind: type) -> UserError:

@@ -124,7 +124,7 @@ class Means:
         return self.known()
 
     def known(self) -> dict[str, float]:
-        """What `total` came to, of this or with this."""
+        """The means as `total` of this one, or of one that was given it, left them."""
         return _divided(self._reduced or {})
 
     def collect_many(self) -> None:

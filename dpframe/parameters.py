@@ -30,7 +30,7 @@ class Group(NamedTuple):
 
 
 def grouped(
-    named: Named, groups: Mapping[str, Any], *, key: str = GROUPS, within: nn.Module | None = None
+    named: Named, groups: Mapping[str, Any], *, key: str, within: nn.Module
 ) -> list[dict[str, Any]]:
     """Parameter groups, those that nothing matches first.
 
@@ -74,7 +74,7 @@ def optimizer_over(
 
 def groups_of(make: Any) -> Any:
     """The `groups` of a partial, which may be one of a partial; None: it has none."""
-    return _keywords(make).get("groups")
+    return unwrapped(make)[1].get("groups")
 
 
 def _read(groups: Any, key: str) -> dict[str, Group]:
@@ -85,7 +85,7 @@ def _read(groups: Any, key: str) -> dict[str, Group]:
     for name, group in groups.items():
         if group is None:
             continue
-        said = _keywords(group) if isinstance(group, partial) else group
+        said = unwrapped(group)[1] if isinstance(group, partial) else group
         if not isinstance(said, Mapping) or "match" not in said:
             raise UserError(f"{key}.{name} has no match; name its parameters, e.g. match: net.head")
         if isinstance(group, partial):
@@ -157,9 +157,12 @@ def _part(
     return optimizer
 
 
-def _keywords(make: Any) -> dict[str, Any]:
-    """Of a partial, which may be one of a partial."""
-    return {**_keywords(make.func), **make.keywords} if isinstance(make, partial) else {}
+def unwrapped(make: Any) -> tuple[Any, dict[str, Any]]:
+    """What a partial calls, and with which keywords; it may be one of a partial."""
+    keywords: dict[str, Any] = {}
+    while isinstance(make, partial):
+        make, keywords = make.func, {**make.keywords, **keywords}
+    return make, keywords
 
 
 def _without(make: Any, keyword: str) -> Any:

@@ -4,7 +4,6 @@ A length is that of the training, or within a SequentialLR that of the stretch b
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import (
 
 from dpframe.composite import Composite, name_of
 from dpframe.errors import UserError
+from dpframe.parameters import unwrapped
 
 NAMES = {CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}  # of the length of each
 OF_PARTS = {**NAMES, LinearLR: "total_iters"}  # which alone may be a warm-up
@@ -53,7 +53,7 @@ def is_filled_in(kind: Any, argument: str) -> bool:
 def _make(
     optimizer: Optimizer, make: Make, length: Length, key: str, names: dict[type[Any], str]
 ) -> LRScheduler:
-    kind, given = _kind(make), getattr(make, "keywords", {})
+    kind, given = unwrapped(make)
     _refuse_momentum(optimizer, make, key)
     if _is_a(kind, SequentialLR):
         return make(optimizer, **_sequence(optimizer, given, length, key))
@@ -73,8 +73,8 @@ def _refuse_momentum(optimizer: Optimizer, make: Make, key: str) -> None:
     cycles = signature(make).parameters.get("cycle_momentum")
     if isinstance(optimizer, Composite) and cycles is not None and cycles.default:
         raise UserError(
-            f"{key}: {_kind(make).__name__} cycles one momentum, and {name_of(optimizer)} have "
-            f"others each; set {key}.cycle_momentum=false"
+            f"{key}: {unwrapped(make)[0].__name__} cycles one momentum, and {name_of(optimizer)} "
+            f"have others each; set {key}.cycle_momentum=false"
         )
 
 
@@ -137,14 +137,9 @@ def _length_name(make: Any, names: dict[type[Any], str]) -> str | None:
     taken = signature(make).parameters
     if "total_steps" in taken:
         return "total_steps"
-    own = (name for kind, name in names.items() if _is_a(_kind(make), kind) and name in taken)
+    of = unwrapped(make)[0]
+    own = (name for kind, name in names.items() if _is_a(of, kind) and name in taken)
     return next(own, None)
-
-
-def _kind(make: Any) -> Any:
-    while isinstance(make, partial):
-        make = make.func
-    return make
 
 
 def _is_a(kind: Any, wanted: type[Any]) -> bool:

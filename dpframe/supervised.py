@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.errors import UserError, nearest
 from dpframe.named_metrics import NamedMetrics
+from dpframe.parameters import unwrapped
 from dpframe.task import Output, Task
 
 MEANS = ("mean", "batchmean")  # over the rows
@@ -189,8 +190,7 @@ def _name(loss: Any) -> str:
 
 def _origin(loss: Any) -> Any:
     """The function or class: a partial may be one of a partial."""
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss, _ = unwrapped(loss)
     return type(loss) if isinstance(loss, nn.Module) or not inspect.isroutine(loss) else loss
 
 

@@ -375,7 +375,7 @@ def test_the_weights_are_those_of_the_plain_kernels(name):
 def test_the_users_own_choice_stands(given):
     weights = list(nn.Linear(2, 2).parameters())
     optimizer = torch.optim.Adam(weights, **given)
-    assert not fuse(optimizer, nn.Linear(2, 2))
+    assert not fuse(optimizer, nn.Linear(2, 2), None)
     assert optimizer.param_groups[0]["fused"] == given.get("fused")
 
 
@@ -387,7 +387,7 @@ class OnMPS(nn.Parameter):
 def test_mps_has_the_fused_kernels_of_three_optimizers(kind, fits):
     weight = OnMPS(torch.zeros(2))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
-    assert fuse(optimizer, nn.Linear(2, 2)) is fits
+    assert fuse(optimizer, nn.Linear(2, 2), None) is fits
 
 
 class Own(torch.optim.SGD):
@@ -407,7 +407,7 @@ class Own(torch.optim.SGD):
 def test_what_has_no_such_kernel_stays_as_it_was(model, kind):
     optimizer = kind(model.parameters(), lr=0.1)
     before = dict(optimizer.param_groups[0])
-    assert not fuse(optimizer, model)
+    assert not fuse(optimizer, model, None)
     assert optimizer.param_groups[0].keys() == before.keys()
     assert optimizer.param_groups[0].get("fused") == before.get("fused")
 

@@ -97,7 +97,7 @@ class Replicas(nn.Module):
         steps = [partial(self.module, share, *args) for share in shares]
         # A metric counts the rows of all replicas.
         parts = [part for part in self.parts if not is_metric(part)]
-        with Own(parts, self.buffers_at, len(steps)) as own:
+        with OwnStates(parts, self.buffers_at, len(steps)) as own:
             with Meeting(steps, take_turn=own.use) as meeting:
                 first = steps[0]()
             results = [first, *meeting.results()]
@@ -147,7 +147,7 @@ def buffers_at(places: Places) -> list[Tensor]:
     return [getattr(part, name) for part, name in places]
 
 
-class Own:
+class OwnStates:
     """Each replica's own buffers and attributes of these modules, as copies of a module have them
     on GPUs, and processes: what a step sets for a while, another replica's does not see.
 
@@ -166,7 +166,7 @@ class Own:
                 setattr(part, name, buffer)
         self.use(0)
 
-    def __enter__(self) -> "Own":
+    def __enter__(self) -> "OwnStates":
         return self
 
     def __exit__(self, *error: object) -> None:

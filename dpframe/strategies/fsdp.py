@@ -262,7 +262,7 @@ class Gathering(nn.Module):
         self.step = step
         self.strategy = strategy
         self.is_training = training
-        self.is_watched = not training
+        self.needs_watch = training
         self.gathered = Watched(())  # weights that are whole within a training step
         has_buffers = next(step.task.buffers(), None) is not None
         self.syncs_buffers = training and strategy.broadcast_buffers and has_buffers
@@ -285,8 +285,8 @@ class Gathering(nn.Module):
         return result
 
     def _step(self, *args: Any) -> Any:
-        if not self.is_watched:
-            self.is_watched = True
+        if self.needs_watch:
+            self.needs_watch = False
             self.strategy.watch(absent.ROOT, self.step.task, self.step.task)
             self.gathered = Watched(gathered_in(self.step.task))
         self.gathered.begin()

@@ -54,7 +54,7 @@ class Placed:
     precision: Precision
     task_metrics: TaskMetrics
     interruption: Interruption | None
-    checked: set[str] = field(default_factory=set)  # by the share check: train, val, test
+    checked: set[str] = field(default_factory=set)  # by the share check: val, test
 
 
 class Evaluation:

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from dpframe.data import Batch
-from dpframe.errors import UserError, listed, miscalled, suggestion, unmeasured
+from dpframe.errors import UserError, listed, refuse_miscalled, suggestion, unmeasured
 from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
@@ -212,10 +212,7 @@ def overridden(parts: Iterable[object]) -> dict[str, list[Hook]]:
                 )
             if not is_own(method):
                 called = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
-                try:
-                    inspect.signature(getattr(part, name)).bind(*called)
-                except TypeError:
-                    raise miscalled(part, name, called) from None
+                refuse_miscalled(part, name, *called)
             hooks[name].append(getattr(part, name))
     return hooks
 

@@ -93,7 +93,8 @@ class Trainer(CallbackView):
         takes `gpus` and `accelerator`; `more` are settings by name. `interruption` is by signals;
         without one the program handles them itself. `show_progress`: None shows it on a terminal
         and in a notebook, False nowhere."""
-        callbacks, loggers = arguments.lists_of(callbacks, loggers)
+        callbacks = arguments.list_of("callbacks", callbacks, Callback)
+        loggers = arguments.list_of("loggers", loggers, Logger)
         given = arguments.Sets(data, val, test, predict, batch_size)
         data = arguments.check(task, given, strategy, settings, callbacks, run, seed)
         if show_progress is not False:

@@ -33,7 +33,7 @@ def loss_of(output: Any, task: Task) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
         return loss
-    if not any(map(is_trained, task.parameters())):
+    if not any(parameter.requires_grad for parameter in task.parameters()):
         refuse_frozen(task)
     raise UserError(f"{type(task).__name__}.training_step returned {_describe(output)}")
 
@@ -88,10 +88,6 @@ def refuse_frozen(task: Task) -> NoReturn:
         f"all weights of {type(task).__name__} are frozen; leave some with requires_grad=True in "
         "each step"
     )
-
-
-def is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad
 
 
 def exact_weight(weight: Any, task: Task) -> Tensor | float:

@@ -83,7 +83,7 @@ class NoTable(Exception):
     """The predictions, or a piece of them, have no columns of numbers or texts."""
 
 
-def _write_table(pieces: Iterable[Any], part: Path, beside: Columns | None = None) -> None:
+def _write_table(pieces: Iterable[Any], part: Path, beside: Columns | None) -> None:
     columns = None
     rows = iter(list, None) if beside is None else beside.rows()
     with part.open("w", newline="", encoding="utf-8") as text:

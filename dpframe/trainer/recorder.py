@@ -51,9 +51,7 @@ class Recorder:
 
     log: Callable[..., None]  # numbers by name, and their `step`
 
-    def __init__(
-        self, loggers: Iterable[Logger], run: RunInfo, *, is_profiled: bool = False
-    ) -> None:
+    def __init__(self, loggers: Iterable[Logger], run: RunInfo, *, is_profiled: bool) -> None:
         self.loggers = list(loggers)
         self.run = run
         self.is_open = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpframe.data import Batch, Share, placed, split
 from dpframe.data.pieces import Cut
-from dpframe.errors import UserError, miscalled
+from dpframe.errors import UserError, refuse_miscalled
 from dpframe.launch.watchdog import beat
 from dpframe.layers.dropout import begin_in_graph
 from dpframe.layers.exact import drops_by_row
@@ -33,7 +33,6 @@ from dpframe.trainer.outputs import (
     detached,
     exact_weight,
     is_nothing,
-    is_trained,
     loss_of,
     one_loss,
     refuse_frozen,
@@ -56,7 +55,7 @@ class Step:
     on_batch_end: Sequence[Callable[[Batch, list[Any]], None]]
     accumulates: bool
     uses_cuda_graphs: bool
-    cut: Cut | None = None  # None: a share is computed as a whole
+    cut: Cut | None  # None: a share is computed as a whole
     batches: list[Batch] = field(init=False)  # of the step at hand
     update: OptimizerStep = field(init=False)  # whose gradients they are for
 
@@ -147,7 +146,7 @@ class TrainStep(nn.Module):
     def __init__(
         self,
         task: Task,
-        autocast: Autocast | None = None,
+        autocast: Autocast | None,
         turn: str = "",
         compiled: Callable[..., Any] | None = None,
     ) -> None:
@@ -169,7 +168,7 @@ class TrainStep(nn.Module):
         """
         if not (rows := share.rows):
             # The last weights first, as their gradients come in a backward.
-            trained = list(filter(is_trained, self.task.parameters()))[::-1]
+            trained = [p for p in self.task.parameters() if p.requires_grad][::-1]
             return self._no_rows(*trained or refuse_frozen(self.task)), []
         task = self.task
         step = task.training_step
@@ -264,12 +263,9 @@ class EvalStep(nn.Module):
             step = "validation_step"
         self.step = step
         self.autocast = autocast
-        signature = inspect.signature(getattr(task, step))
-        self.named = {"name": name} if "name" in signature.parameters else {}
-        try:
-            signature.bind("batch", **self.named)
-        except TypeError:
-            raise miscalled(task, step, ("batch", *self.named)) from None
+        takes_name = "name" in inspect.signature(getattr(task, step)).parameters
+        self.named = {"name": name} if takes_name else {}
+        refuse_miscalled(task, step, "batch", **self.named)
 
     def forward(self, share: Share) -> list[tuple[int, Any]]:
         if not share.rows:

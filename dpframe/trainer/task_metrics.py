@@ -27,7 +27,7 @@ log = logging.getLogger("dpframe")
 States = dict[str, Any]
 """Of one process: the states of each metric, and the compute groups of each collection."""
 BESIDE = ""  # the key of what the strategy keeps beside them
-Table = tuple[str, list[str], list[list[Any]]]
+NamedTable = tuple[str, list[str], list[list[Any]]]
 """Its name, its columns and its rows."""
 
 
@@ -42,7 +42,7 @@ class TaskMetrics:
     states of all and computes.
     """
 
-    _added = MetricStates()  # what the strategy keeps of them, where there are any
+    added = MetricStates()  # beside torchmetrics' states: plugins/logical keeps those of shares
 
     def __init__(self, task: Task, strategy: Strategy) -> None:
         self._task = type(task).__name__
@@ -50,14 +50,14 @@ class TaskMetrics:
         named = [part for part in task.children() if isinstance(part, NamedMetrics)]
         self._named_metrics = next(iter(named), None)  # task.metrics
         self._strategy = strategy
-        self.tables: list[Table] = []  # results that are still to be logged
+        self.tables: list[NamedTable] = []  # results that are still to be logged
         self._held = Held(task, strategy)
         self._metrics, self._collections = self._held.by_name, self._held.collections
         self._earlier: list[States] = []  # of this pass, e.g. from processes before a resume
         self._restored: set[str] = set()
         self._told: set[str] = set()
         if self._metrics:
-            self._added = strategy.sums.of_metrics(self._updated, _merge)
+            self.added = strategy.sums.of_metrics(self._updated, _merge)
 
     @contextmanager
     def apart(self, *, is_part: bool = False) -> Iterator[None]:
@@ -71,7 +71,7 @@ class TaskMetrics:
             return
         before = self._held.remembered()
         earlier, restored = self._earlier, self._restored
-        with self._added.apart():
+        with self.added.apart():
             self.reset()
             try:
                 yield
@@ -81,14 +81,10 @@ class TaskMetrics:
                 self._held.put_back(before)
                 self._earlier, self._restored = earlier, restored
 
-    def counts(self) -> list[Any]:
-        """What an update of a metric changes besides the metric."""
-        return [self._added]
-
     def reset(self) -> None:
         if self._metrics:
             self._held.reset()
-            self._added.reset()
+            self.added.reset()
         self._earlier, self._restored = [], set()
 
     def results(self, kind: str) -> Callable[[Mapping[str, float]], dict[str, float]]:
@@ -172,7 +168,7 @@ class TaskMetrics:
         return {name: value for name, value in named.items() if value is not None}
 
     def _is_in_parts(self) -> bool:
-        return bool(self._strategy.world_size > 1 or self._earlier or self._added.is_used)
+        return bool(self._strategy.world_size > 1 or self._earlier or self.added.is_used)
 
     def state_dict(self) -> list[States]:
         """The states of this process, on the CPU."""
@@ -189,7 +185,7 @@ class TaskMetrics:
                 _restore(self._metrics[name], name, here[name])
                 self._restored.add(name)
             if BESIDE in here:
-                self._added.load_state_dict(here[BESIDE])
+                self.added.load_state_dict(here[BESIDE])
 
     def _here(self) -> States:
         """The states of the metrics that were updated in this pass."""
@@ -202,7 +198,7 @@ class TaskMetrics:
         for name, collection in self._collections.items():
             if any(metric.startswith(f"{name}.") for metric in updated):  # it has formed its groups
                 states[name] = sorted(map(sorted, collection.compute_groups.values()))
-        if added := self._added.state_dict():
+        if added := self.added.state_dict():
             states[BESIDE] = added
         return states
 
@@ -243,7 +239,7 @@ class TaskMetrics:
                 continue
             if name in self._metrics:
                 beside = [states.get(BESIDE, {}) for states in everywhere if name in states]
-                _merge(self._metrics[name], self._added.joined(name, several, beside))
+                _merge(self._metrics[name], self.added.joined(name, several, beside))
             elif any(groups != several[0] for groups in several):
                 raise UserError(
                     f"{self._task}.{name} shares states between different metrics on different "

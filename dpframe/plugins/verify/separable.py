@@ -14,7 +14,7 @@ from dpframe.plugin import Measured, Share, current_share, default_dtype, move, 
 from dpframe.plugins.verify.course import TRAINS_NOTHING, Course, own_layers, why_not
 from dpframe.plugins.verify.distance import ROUNDINGS, roundings
 from dpframe.strategies import CPU
-from dpframe.trainer.checks.draws import Draws, NotCompared
+from dpframe.trainer.checks.draws import DrawRecorder, NotCompared
 from dpframe.trainer.checks.few_rows import picked
 from dpframe.trainer.checks.own import Own, drawn_by
 from dpframe.trainer.checks.put_back import put_back
@@ -94,7 +94,7 @@ def _look(trainer: Trainer, found: Separable) -> None:
     task.train()
     found.rounding = roundings([first])
     if float(first[1]["loss"]) != float(second[1]["loss"]):
-        with put_back(task), Draws(torch.device("cpu")) as draws:
+        with put_back(task), DrawRecorder(torch.device("cpu")) as draws:
             _measured(trainer, seed=0)
         by = ", ".join(drawn_by(draws.seen, task)) or "not by torch"
         drawn = f"the loss of the same {ROWS} rows differs by what it draws at random: {by}"

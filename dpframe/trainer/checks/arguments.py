@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpframe.data import DataModule, DataSets
-from dpframe.errors import UserError, miscalled, nearest, no_super
-from dpframe.loggers import Logger
+from dpframe.errors import UserError, nearest, no_super, refuse_miscalled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
@@ -80,11 +79,6 @@ THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what t
 }
 
 
-def lists_of(callbacks: Any, loggers: Any) -> tuple[list[Any], list[Any]]:
-    """Which may be any iterables."""
-    return _list_of("callbacks", callbacks, Callback), _list_of("loggers", loggers, Logger)
-
-
 class Sets(NamedTuple):
     """The data of a Trainer: a DataModule, or data sets and the rows of a batch of theirs."""
 
@@ -113,16 +107,6 @@ def check(
     for part, name in ((task, "training"), (data, "workers")):
         if not hasattr(part, name):
             raise no_super(type(part))
-    takes: list[tuple[Any, str, tuple[str, ...]]] = [
-        (data, "prepare_data", ()),
-        (data, "setup", ()),
-        (task, "setup", ("trainer",)),
-    ]
-    for part, name, called in takes:
-        try:
-            inspect.signature(getattr(part, name)).bind(*called)
-        except TypeError:
-            raise miscalled(part, name, called) from None
     if "stage" in inspect.signature(task.setup).parameters:
         raise UserError(
             f"{type(task).__name__}.setup takes a stage, and is called with the Trainer, once for "
@@ -130,6 +114,9 @@ def check(
         )
     for part in (task, data, *callbacks):
         _refuse_uncalled(part)
+    refuse_miscalled(data, "prepare_data")
+    refuse_miscalled(data, "setup")
+    refuse_miscalled(task, "setup", "trainer")
     return data
 
 
@@ -162,7 +149,8 @@ def _is_set(value: Any) -> bool:
     return not is_other and any(hasattr(type(value), way) for way in ("__getitem__", "__iter__"))
 
 
-def _list_of(name: str, parts: Any, kind: type) -> list[Any]:
+def list_of(name: str, parts: Any, kind: type) -> list[Any]:
+    """Of what may be any iterable."""
     is_list = isinstance(parts, Iterable) and not isinstance(parts, str)
     listed = list(parts) if is_list else []
     wrong = [part for part in listed if not isinstance(part, kind)] if is_list else [parts]

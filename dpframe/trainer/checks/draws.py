@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
     module: nn.Module | None  # the innermost one whose method has called it
 
 
-class Draws(TorchFunctionMode):
+class DrawRecorder(TorchFunctionMode):
     """Notes what is drawn within, from torch's generators or from one that is passed; but for what
     is drawn for all rows of a batch, e.g. by `self.randn_rows`."""
 

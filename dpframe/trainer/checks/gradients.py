@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,6 @@ MOST_WEIGHTS = 50_000_000  # up to which gradients are compared
 FORWARD_SECONDS = 0.1
 FLOORS = {torch.float64: 1e-6}  # of the whole gradient's norm, below which a weight's is rounding
 FLOOR = 1e-2  # with fewer digits
-
-
-class Projection(NamedTuple):
-    """Of a weight's gradient."""
-
-    number: float
-    norm: float
-
-
-Projections = dict[str, Projection]
 
 
 @contextmanager

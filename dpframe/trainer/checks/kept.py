@@ -17,14 +17,14 @@ MANY = 64  # of a list, as many entries are looked at
 DEEP = 3  # containers in one another
 
 
-class Kept(NamedTuple):
+class KeptValue(NamedTuple):
     """The value of an attribute: which object it is, and what is in it."""
 
     object: int
     content: Any
 
 
-def kept_in(task: nn.Module) -> dict[str, Kept]:
+def kept_in(task: nn.Module) -> dict[str, KeptValue]:
     """By the names of attributes. What torchmetrics keeps is counted over all replicas."""
     found = {}
     for name, module in task.named_modules():
@@ -32,21 +32,14 @@ def kept_in(task: nn.Module) -> dict[str, Kept]:
             continue
         for attribute, value in vars(module).items():
             if attribute not in OF_MODULES and (content := _content(value)) is not None:
-                found[f"{name}.{attribute}".lstrip(".")] = Kept(id(value), content)
+                found[f"{name}.{attribute}".lstrip(".")] = KeptValue(id(value), content)
     return found
 
 
-def moving(before: Mapping[str, Kept], now: Mapping[str, Kept]) -> set[str]:
-    return {name for name, kept in now.items() if _of(before, name) != kept.content}
-
-
-def unlike(whole: Mapping[str, Kept], share: Mapping[str, Kept]) -> set[str]:
-    """Those that hold something else of a share than of all rows."""
-    return {name for name, kept in whole.items() if _of(share, name) != kept.content}
-
-
-def _of(found: Mapping[str, Kept], name: str) -> Any:
-    return found[name].content if name in found else None
+def moving(before: Mapping[str, KeptValue], now: Mapping[str, KeptValue]) -> set[str]:
+    """Those that hold something else now than before, or of all rows than of a share."""
+    known = {name: kept.content for name, kept in before.items()}
+    return {name for name, kept in now.items() if known.get(name) != kept.content}
 
 
 def _content(value: Any, deep: int = DEEP) -> Any:

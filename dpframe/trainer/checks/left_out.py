@@ -76,7 +76,7 @@ class LeftOut:
         for module in self._task.modules():
             yield _buffers(module)
             yield _attributes(module)
-        yield from map(_attributes, self._task_metrics.counts())
+        yield _attributes(self._task_metrics.added)
         if update.needs_closure:  # it moves the weights before it computes their loss
             yield from map(_content, updated_by(update.optimizer))
             state = deepcopy(update.optimizer.state_dict())

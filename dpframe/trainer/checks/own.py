@@ -30,7 +30,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.checks.draws import Drawn, NotCompared
 from dpframe.trainer.checks.few_rows import drawn_apart
-from dpframe.trainer.checks.kept import unlike
+from dpframe.trainer.checks.kept import moving
 from dpframe.trainer.checks.step_on_shares import ROWS
 from dpframe.trainer.checks.surroundings import Moment, moments
 from dpframe.trainer.checks.trial import CUT, Trial
@@ -54,7 +54,7 @@ class Own:
     data: list[str] = field(default_factory=list)  # of rows and collates, in words
     unknown: str = ""  # why it is not known what else there is
     whose: str = "replica's"
-    is_several: bool = False  # there are several of these, and their number shows
+    is_several: bool = False  # whether there are several replicas or pieces
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +92,7 @@ def find_own(
     updates: Turns,
     progress: Progress,
     *,
-    modes_may_change: bool = False,
+    modes_may_change: bool,
 ) -> Own:
     """Gives the layers of a task the classes that the settings ask for, tells dropout layers where
     the rows are, and finds what each of several replicas has of its own. Refuses a BatchNorm that
@@ -179,7 +179,7 @@ def _kept_by(trial: Trial, strategy: Strategy) -> Iterator[str]:
     """Attributes that a step moves by its share's rows, and by which the next one computes; of
     replicas in one process also what all of them change."""
     whole, part = (trial.noticed.kept.get(rows, {}) for rows in (ROWS, CUT))
-    of_shares = unlike(whole, part)
+    of_shares = moving(part, whole)
     is_shared = strategy.replicas > strategy.world_size
     for name in whole:
         if name in of_shares or (is_shared and name in trial.noticed.in_place):

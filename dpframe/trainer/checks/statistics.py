@@ -5,12 +5,12 @@ from torch import nn
 from torch.linalg import vector_norm
 
 ALIKE = 1e-4  # of the sum of what is kept
-Sums = dict[str, tuple[float, float]]
+BufferSums = dict[str, tuple[float, float]]
 """Of a module's buffers, and of their sizes, by its name."""
 
 
-def sums_of_buffers(task: nn.Module) -> Sums:
-    sums: Sums = {}
+def sums_of_buffers(task: nn.Module) -> BufferSums:
+    sums: BufferSums = {}
     for name, buffer in task.named_buffers():
         if buffer.layout is not torch.strided:
             buffer = (buffer.coalesce() if buffer.is_sparse else buffer).values()
@@ -26,7 +26,7 @@ def sums_of_buffers(task: nn.Module) -> Sums:
     return sums
 
 
-def unlike(whole: Sums, share: Sums) -> set[str]:
+def unlike(whole: BufferSums, share: BufferSums) -> set[str]:
     """The modules that keep something else of a share than of all rows."""
     return {
         name

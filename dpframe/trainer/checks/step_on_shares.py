@@ -24,11 +24,11 @@ from dpframe.rows import current_share, ongoing
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import Replicas
 from dpframe.task import Output, Task, TaskContext
-from dpframe.trainer.checks.draws import Drawn, Draws, NotCompared
-from dpframe.trainer.checks.kept import Kept, kept_in, moving
+from dpframe.trainer.checks.draws import Drawn, DrawRecorder, NotCompared
+from dpframe.trainer.checks.kept import KeptValue, kept_in, moving
 from dpframe.trainer.checks.put_back import Unwritten, put_back
 from dpframe.trainer.checks.shares import Gatherable, Gathers, SharesOf, ShareStep
-from dpframe.trainer.checks.statistics import Sums, sums_of_buffers
+from dpframe.trainer.checks.statistics import BufferSums, sums_of_buffers
 from dpframe.trainer.checks.surroundings import Moment, foreign_states, nothing_tuned
 from dpframe.trainer.compute.placement import default_dtype
 from dpframe.trainer.outputs import Measured, detached, one_loss
@@ -52,9 +52,10 @@ class Noticed:
     drawn: list[Drawn] = field(default_factory=list)
     collate_draws: bool = False
     # Of attributes on which the loss of the next step depends, by the rows of this one.
-    kept: dict[int, dict[str, Kept]] = field(default_factory=dict)
+    kept: dict[int, dict[str, KeptValue]] = field(default_factory=dict)
     in_place: set[str] = field(default_factory=set)  # of these
-    statistics: dict[Any, Sums] = field(default_factory=dict)  # by a share's places, of one compare
+    # In a compare, by a share's places.
+    statistics: dict[Any, BufferSums] = field(default_factory=dict)
     with_statistics: set[str] = field(default_factory=set)  # modules that keep those of a share
     likely: str = ""  # what makes the loss differ
     gradients_left_out: str = ""  # why they are not compared
@@ -195,7 +196,7 @@ class StepOnShares:
         return self.strategy.sharding.run_alone(self.task, self._step, share, self.task)
 
     def _step(self, share: Share, task: Task) -> Output:
-        draws, states = Draws(self.strategy.device), foreign_states()
+        draws, states = DrawRecorder(self.strategy.device), foreign_states()
         is_kept = self.is_looked_at and self.trains
         before = kept_in(task) if is_kept else {}
         random_state = seeding.random_state() if is_kept else {}

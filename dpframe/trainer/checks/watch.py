@@ -34,7 +34,7 @@ class Watch:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """While a step is computed once more."""
+        """Within, what is noted is forgotten afterwards: a step is computed a second time."""
         before = {layer: [*inputs] for layer, inputs in self.inputs.items()}
         yield
         self.inputs = before

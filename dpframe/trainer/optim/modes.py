@@ -31,13 +31,9 @@ class Modes:
         for optimizer in self.optimizers:
             optimizer.train()
 
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.optimizers)
-
     @torch.no_grad()
     def eval(self) -> None:
-        if self.is_needed and self._kept is None:
+        if self.optimizers and self._kept is None:
             self._kept = [weight.detach().clone() for weight in self._weights()]
             for optimizer in self.optimizers:
                 optimizer.eval()
@@ -65,7 +61,7 @@ class Modes:
     def both(self, task: Task) -> dict[str, Any]:
         """For a checkpoint, within `training`: a resume takes the task's weights, and all else the
         others."""
-        if not self.is_needed:
+        if not self.optimizers:
             return {"task": task.state_dict()}
         own = _copied(task)
         self.eval()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpframe.composite import name_of, parts_of
-from dpframe.errors import UserError, miscalled
+from dpframe.errors import UserError, refuse_miscalled
 from dpframe.lightning_names import refusal
 from dpframe.parameters import has_sparse, updated_by
 from dpframe.task import Task
@@ -103,11 +103,8 @@ def check_signature(task: Task, turns: Sequence[str]) -> None:
     if inspect.getattr_static(task, "automatic_optimization") is False:
         raise refusal(type(task), "automatic_optimization")
     called = ("batch", "turn") if any(turns) else ("batch",)
-    try:
-        inspect.signature(task.training_step).bind(*called)
-    except TypeError:
-        why = f", as there are the optimizers {', '.join(turns)}" if any(turns) else ""
-        raise miscalled(task, "training_step", called, why) from None
+    why = f", as there are the optimizers {', '.join(turns)}" if any(turns) else ""
+    refuse_miscalled(task, "training_step", *called, why=why)
 
 
 def _method(task: Task) -> str:
@@ -129,7 +126,7 @@ def kind_of(value: Any) -> str:
 # ---- one kernel for all weights, where torch has one that takes them
 
 
-def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = None) -> bool:
+def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None) -> bool:
     """Has an optimizer of torch use its fused kernels: one call for all weights, not ten for each.
 
     They round differently in the last digit. Not where the user chose an implementation, nor for

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dpframe.errors import UserError
+from dpframe.parameters import unwrapped
 from dpframe.scheduler_lengths import LENGTHS
 from dpframe.schedules import LRSchedule
 from dpframe.task import Task
@@ -94,9 +95,7 @@ def _lengths_in(state: Any) -> Iterator[tuple[str, int, int]]:
 def by_arguments(options: dict[str, Any], scheduler: Any, make: Any) -> dict[str, Any]:
     """The options by the names of the class's arguments: torch keeps other things of some, e.g. of
     `pct_start`. As they are, where `make` is no partial with plain arguments."""
-    given: dict[str, Any] = {}
-    while isinstance(make, partial):
-        given, make = {**make.keywords, **given}, make.func
+    _, given = unwrapped(make)
     taken = inspect.signature(type(scheduler)).parameters
     if not given or not given.keys() <= taken.keys() or _options_in(given) != given:
         return options

@@ -69,7 +69,7 @@ class OptimizerStep:
         strategy: Strategy,
         settings: TrainerSettings,
         scaler: torch.amp.GradScaler | None,
-        scaled_rates: ScaledRates | None = None,
+        scaled_rates: ScaledRates | None,
     ) -> None:
         self.name = name
         self.strategy = strategy
@@ -89,7 +89,7 @@ class OptimizerStep:
             self.optimizer.register_load_state_dict_pre_hook(self._fitted)
         parts = parts_of(self.optimizer)
         for part in parts:
-            fuse(part, task, kinds=strategy.sharding.fused_optimizers)
+            fuse(part, task, strategy.sharding.fused_optimizers)
         fused = (p for p in parts if all(group.get("fused") for group in p.param_groups))
         # See `unfuse_late`.
         self._await_momenta = [part for part in fused if isinstance(part, SGD)]
@@ -315,7 +315,7 @@ class OptimizerStep:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {  # of the names STATES
+        return {  # by the keys of a checkpoint
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),

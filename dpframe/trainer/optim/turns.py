@@ -18,13 +18,6 @@ from dpframe.trainer.optim.rates import ScaledRates
 from dpframe.trainer.optim.step import OptimizerStep
 from dpframe.trainer.settings import TrainerSettings
 
-STATES = (
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "options",
-)  # of an OptimizerStep, and the keys in a checkpoint
-
 
 class Turns(dict[str, OptimizerStep]):
     """By the optimizers' names; one alone has the name ""."""
@@ -125,7 +118,8 @@ class Turns(dict[str, OptimizerStep]):
         states = {name: update.state_dict() for name, update in self.items()}
         if "" in states:
             return states[""]
-        return {part: {name: states[name][part] for name in states} for part in STATES}
+        parts = next(iter(states.values()))
+        return {part: {name: states[name][part] for name in states} for part in parts}
 
 
 def turns_of(
@@ -133,7 +127,7 @@ def turns_of(
     strategy: Strategy,
     settings: TrainerSettings,
     scaler: torch.amp.GradScaler | None,
-    scaled_rates: ScaledRates | None = None,
+    scaled_rates: ScaledRates | None,
 ) -> Turns:
     """Makes the task's optimizers, and checks them."""
     if not any(parameter.requires_grad for parameter in task.parameters()):

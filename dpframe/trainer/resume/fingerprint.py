@@ -117,9 +117,7 @@ def _of_schedule(update: OptimizerStep, make: Any, config: Fingerprint) -> Finge
     }
 
 
-def leaves_of_config(
-    config: Mapping[str, Any], public: Mapping[str, Any] | None = None
-) -> Fingerprint:
+def leaves_of_config(config: Mapping[str, Any], public: Mapping[str, Any] | None) -> Fingerprint:
     """A value that `public` keeps out of files is told from others by its hash."""
     values = _leaves({name: config.get(name) for name in ("task", "data")})
     if public is None or public is config:

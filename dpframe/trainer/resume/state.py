@@ -162,7 +162,7 @@ class Resumable:
         return changes
 
 
-def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[str, Any] | None:
+def start_state(resume: Start, directory: str, *, whole: bool) -> dict[str, Any] | None:
     """The state that a run resumes from."""
     if resume is None or isinstance(resume, dict):
         return resume
