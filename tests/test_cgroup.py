@@ -80,16 +80,17 @@ def test_memory_and_cores_are_those_that_the_container_allows(tmp_path, monkeypa
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text, errors="surrogateescape")
-    assert cgroup.memory_limit(tmp_path) == limit
-    assert cgroup.cpu_limit(tmp_path) == quota
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    assert cgroup.memory_limit() == limit
+    assert cgroup.cpu_limit() == quota
     machines = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory.machine(tmp_path) == min(machines, limit or machines)
+    assert memory.machine() == min(machines, limit or machines)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
-    assert cores(tmp_path) == max(1, int(quota or 96))
+    assert cores() == max(1, int(quota or 96))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_a_container_has_left_counts_what_only_caches_files(tmp_path, version):
+def test_what_a_container_has_left_counts_what_only_caches_files(tmp_path, monkeypatch, version):
     of_machine = {"proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
     mount = f"sys/fs/cgroup/{POD}" if version == 2 else f"sys/fs/cgroup/memory/{POD}"
     names = ("memory.max", "memory.current", "inactive_file")
@@ -101,8 +102,9 @@ def test_what_a_container_has_left_counts_what_only_caches_files(tmp_path, versi
         f"{mount}/{names[1]}": f"{3 * GIB}\n",
         f"{mount}/memory.stat": f"anon 7\n{names[2]} {GIB}\n",
     }
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     for files, left in ((of_machine, 8 * GIB), (box, 2 * GIB)):
         for name, content in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(content)
-        assert memory.free_of_machine(tmp_path) == left
+        assert memory.free_of_machine() == left

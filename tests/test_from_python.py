@@ -45,7 +45,7 @@ from dpframe.trainer.compute.placement import (
     process_settings,
     process_settings_restored,
 )
-from dpframe.trainer.ranks import sendable
+from dpframe.trainer.ranks import attributes_of
 
 ONCE = TrainerSettings(max_epochs=1)
 NAMES = ("a/loss", "a/mae", "loss", "mae")
@@ -558,5 +558,6 @@ def test_a_compiled_run_says_why_its_first_step_takes_so_long(caplog):
 
 
 def test_what_another_process_can_not_have_stays_behind():
-    kept = sendable({"best": 0.5, "lock": threading.Lock(), "curve": [1, 2]})
-    assert kept == {"best": 0.5, "curve": [1, 2]}
+    part = Callback()
+    vars(part).update(best=0.5, lock=threading.Lock(), curve=[1, 2])
+    assert attributes_of(part) == {"best": 0.5, "curve": [1, 2]}

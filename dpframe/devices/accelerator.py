@@ -1,7 +1,6 @@
 """What devices can do, e.g. copy beside their computation, which are in use; the CPU's cores."""
 
 import os
-from pathlib import Path
 
 import torch
 
@@ -17,11 +16,11 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"  # Apple's Metal has floats of 32 bits at most
 
 
-def cores(root: Path = cgroup.ROOT) -> int:
+def cores() -> int:
     """The CPU cores that this process may use, together with others of its container."""
     has_affinity = hasattr(os, "sched_getaffinity")
     count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, min(count, int(cgroup.cpu_limit(root) or count)))
+    return max(1, min(count, int(cgroup.cpu_limit() or count)))
 
 
 def processes_here() -> int:

@@ -4,23 +4,23 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/")
+ROOT = Path("/")  # of proc and sys
 
 
-def memory_limit(root: Path = ROOT) -> int | None:
-    """In bytes; None: the machine's is the limit. `root` has proc and sys."""
-    found = [*_numbers(root, "", "memory.max"), *_numbers(root, "memory", "memory.limit_in_bytes")]
+def memory_limit() -> int | None:
+    """In bytes; None: the machine's is the limit."""
+    found = [*_numbers("", "memory.max"), *_numbers("memory", "memory.limit_in_bytes")]
     return min((limit for (limit,) in found), default=None)
 
 
-def memory_left(root: Path = ROOT) -> int | None:
+def memory_left() -> int | None:
     """Of that limit, in bytes; what only caches files can be had. None: the machine's is it."""
     left = []
     for controller, *names in (
         ("", "memory.max", "memory.current"),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        for folder in _folders(root, controller):
+        for folder in _folders(controller):
             with suppress(OSError, ValueError):  # no such file, or "max"
                 limit, used = (int((folder / name).read_text()) for name in names)
                 left.append(max(0, limit - used + _cached(folder)))
@@ -34,28 +34,28 @@ def _cached(folder: Path) -> int:
     return max((int(number) for name, number in pairs if name in names), default=0)
 
 
-def cpu_limit(root: Path = ROOT) -> float | None:
+def cpu_limit() -> float | None:
     """In cores, e.g. 2.5."""
-    found = [*_numbers(root, "", "cpu.max")]
-    found += _numbers(root, "cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    found = [*_numbers("", "cpu.max")]
+    found += _numbers("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
     return min((quota / period for quota, period in found), default=None)
 
 
-def _numbers(root: Path, controller: str, *names: str) -> Iterator[list[int]]:
+def _numbers(controller: str, *names: str) -> Iterator[list[int]]:
     """What these files say in the cgroup of this process and in all around it, as limits nest;
     nothing where there is none. The controller of the second version is ""."""
     count = 2 if "cpu" in names[0] else 1  # a quota and a period
-    for folder in _folders(root, controller):
+    for folder in _folders(controller):
         with suppress(OSError, ValueError):  # no such file, or "max"
             numbers = [int(word) for name in names for word in (folder / name).read_text().split()]
             if len(numbers) == count and min(numbers) > 0:  # -1 is no limit
                 yield numbers
 
 
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    mount = root / "sys/fs/cgroup" / controller
+def _folders(controller: str) -> Iterator[Path]:
+    mount = ROOT / "sys/fs/cgroup" / controller
     try:
-        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+        lines = (ROOT / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,18 +103,18 @@ def described(device: torch.device) -> str:
     )
 
 
-def machine(root: Path = cgroup.ROOT) -> int:
+def machine() -> int:
     """The bytes of this machine's memory, or of those that its container allows."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(whole, cgroup.memory_limit(root) or whole)
+    return min(whole, cgroup.memory_limit() or whole)
 
 
-def free_of_machine(root: Path = cgroup.ROOT) -> int | None:
+def free_of_machine() -> int | None:
     """The bytes that programs can still get, as far as their container allows."""
     try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
+        lines = (cgroup.ROOT / "proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return None
-    left = cgroup.memory_left(root)
+    left = cgroup.memory_left()
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     return min([*free, *([] if left is None else [left])], default=None)

@@ -24,7 +24,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 BLOCK = 1 << 16  # bytes
-NO_REDUCERS: Mapping[Any, Callable[[Any], Any]] = {}
 NOTEBOOK = "pip install 'dpframe[notebook]'"
 
 
@@ -66,7 +65,7 @@ def dump(
     value: Any,
     file: Any,
     *,
-    reducers: Mapping[Any, Callable[[Any], Any]] = NO_REDUCERS,
+    reducers: Mapping[Any, Callable[[Any], Any]] = {},
     buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None,
 ) -> None:
     """What `pack` does, into a file; `reducers` say how objects of these classes are pickled."""
@@ -79,7 +78,7 @@ def dump(
         # It gives functions that it pickles together one dict of globals: this one shows it.
         main = FunctionType(_nothing.__code__, vars(_main()))
 
-    reduced: Callable[[Any], Any] = _as_it_is
+    reduced: Callable[[Any], Any] | None = None
     if "torch" in sys.modules:
         from dpframe.launch import parametrized
 
@@ -89,7 +88,7 @@ def dump(
         dispatch_table = ChainMap(dict(reducers), others)
 
         def reducer_override(self, each: Any) -> Any:
-            found = reduced(each)
+            found = NotImplemented if reduced is None else reduced(each)
             if found is NotImplemented and base is not pickle.Pickler:
                 return super().reducer_override(each)
             return found
@@ -130,10 +129,6 @@ _theirs: dict[str, str | None] = {}  # of the program that has started this inte
 
 
 def _nothing() -> None: ...
-
-
-def _as_it_is(value: Any) -> Any:
-    return NotImplemented
 
 
 def _main() -> ModuleType:

@@ -18,8 +18,6 @@ from dpframe.launch.signals import SIGNALS, Interruption
 
 SAFE_PATH = "PYTHONSAFEPATH"
 
-_parent: "Parent | None" = None
-
 
 def rank_main(
     environment: dict[str, str],
@@ -37,19 +35,12 @@ def rank_main(
     watchdog.connect(pulse.fileno())
     parent = Parent(messages)
     parent.send("begun")
-    set_parent(parent)
     parent.open()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     code = do_work(parent, work)
     signals.end_children()  # a DataLoader in a cycle would wait seconds for its workers
     gc.collect()  # as in `cli.exit`: of a process that is not a fork the interpreter ends
     sys.exit(code)
-
-
-def set_parent(parent: "Parent") -> None:
-    """This process is one of its ranks from now on."""
-    global _parent
-    _parent = parent
 
 
 def do_work(parent: "Parent", work: bytes | tuple[Callable[..., Any], tuple]) -> int:
@@ -67,20 +58,21 @@ def do_work(parent: "Parent", work: bytes | tuple[Callable[..., Any], tuple]) ->
 
 def has_parent() -> bool:
     """Whether another process waits for this rank, and tells how the job has ended."""
-    return _parent is not None
+    return isinstance(signals.current(), Parent)
 
 
 def notify_parent(name: str, value: Any) -> None:
     """Sends the parent what it wants to know if the job ends badly."""
-    if _parent is not None:
-        _parent.send("told", (name, value))
+    if isinstance(parent := signals.current(), Parent):
+        parent.send("told", (name, value))
 
 
 def fail(error: BaseException, *, is_late: bool = False) -> None:
     """Tells the parent how this rank fails, before it lets go of what it has; late is an error
     that came after the job's end."""
-    if _parent is not None and not isinstance(error, Interrupted):
-        _parent.fail(error, is_late=is_late)
+    parent = signals.current()
+    if isinstance(parent, Parent) and not isinstance(error, Interrupted):
+        parent.fail(error, is_late=is_late)
 
 
 class Parent(Interruption):

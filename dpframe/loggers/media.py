@@ -37,7 +37,7 @@ def image(name: str, value: Any) -> NDArray[np.uint8]:
     if pixels.dtype == bool:
         pixels = pixels.astype(np.uint8) * 255
     elif pixels.dtype.kind == "f":
-        _refuse_outside(told, pixels, 0, 1, "scale them to 0..1, e.g. (image + 1) / 2")
+        _refuse_outside(told, pixels, 0, "scale them to 0..1, e.g. (image + 1) / 2")
         pixels = (pixels.clip(0, 1) * 255 + 0.5).astype(np.uint8)
     elif pixels.dtype != np.uint8:
         raise UserError(f"{told} got {pixels.dtype} values; pass floats from 0 to 1, or uint8")
@@ -80,7 +80,7 @@ def audio(name: str, value: Any, sample_rate: int) -> tuple[NDArray[np.int16], i
     if samples.ndim != 2 or samples.shape[0] not in (1, 2) or not samples.size:
         raise UserError(f"{told} got the shape {shape}; pass [samples], or [1 or 2, samples]")
     if samples.dtype.kind == "f":
-        _refuse_outside(told, samples, -1, 1, "divide them by the largest")
+        _refuse_outside(told, samples, -1, "divide them by the largest")
         samples = (samples.clip(-1, 1) * 32767).round().astype(np.int16)
     elif samples.dtype != np.int16:
         raise UserError(f"{told} got {samples.dtype} values; pass floats from -1 to 1, or int16")
@@ -119,7 +119,7 @@ def pr_curve(name: str, labels: Any, scores: Any, weights: Any = None) -> NDArra
     if not np.isin(labels, (0, 1)).all():
         raise UserError(f"{told} got other labels than 0 and 1; pass those of one class")
     if scores.size:
-        _refuse_outside(told, scores, 0, 1, "pass probabilities, e.g. scores.sigmoid()")
+        _refuse_outside(told, scores, 0, "pass probabilities, e.g. scores.sigmoid()")
     at = np.searchsorted(THRESHOLDS, scores.clip(0, 1), side="right") - 1
     of_labels = [
         np.bincount(at, weights * (labels == is_true), len(THRESHOLDS)) for is_true in (1, 0)
@@ -150,9 +150,9 @@ def _array(told: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def _refuse_outside(told: str, values: NDArray[Any], least: int, most: int, fix: str) -> None:
+def _refuse_outside(told: str, values: NDArray[Any], least: int, fix: str) -> None:
     low, high = float(values.min()), float(values.max())
-    if not (least - MARGIN <= low and high <= most + MARGIN):  # so that NaN is refused, too
+    if not (least - MARGIN <= low and high <= 1 + MARGIN):  # so that NaN is refused, too
         raise UserError(f"{told} got values from {low:.4g} to {high:.4g}; {fix}")
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ class Ranks:
         self._random_state = seeding.random_state([])
 
     def run(self, so_far: SoFar, mode: str, *args: Any, **options: Any) -> Ended:
-        """In processes that a new interpreter starts, which can fork them: see `fresh`."""
+        """In processes that a new interpreter starts, which can fork them: see `interpreter`."""
         if name := first_hooked(self._parts["task"]):
             raise UserError(
                 f"{name} has a hook, which the ranks that this program starts would not have; call "
@@ -156,17 +156,13 @@ def _run_mode(work: Parcel, path: str | None) -> Parcel | None:
             value,
             made.stop_reason,
             weights,
-            [sendable(attributes_of(part)) for part in (*parts["callbacks"], *parts["loggers"])],
+            [attributes_of(part) for part in (*parts["callbacks"], *parts["loggers"])],
         )
         return parcel.pack(ended, path) if strategy.is_main else None
 
 
 def attributes_of(part: Callback | Logger) -> dict[str, Any]:
-    """What it lets be pickled of them."""
+    """Those that it lets be pickled, and that can be for another process."""
     state = part.__getstate__()
-    return state if isinstance(state, dict) else vars(part)
-
-
-def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that can be pickled for another process."""
+    values = state if isinstance(state, dict) else vars(part)
     return {name: value for name, value in values.items() if parcel.is_packable(value)}

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dpframe import Logger, UserError
 from dpframe.checkpoint import seal
 from dpframe.errors import Interrupted
-from dpframe.launch.rank import Parent, do_work, fail, has_parent, set_parent
+from dpframe.launch.rank import Parent, do_work, fail, has_parent
 from dpframe.launch.rank_errors import Fault, explain
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS
@@ -396,7 +396,6 @@ class _Worker:
         rank = int(os.environ["RANK"])
         parent = Parent(_Line(self.messages, rank))
         signals.install(parent)
-        set_parent(parent)
         wait = threading.Thread(target=lambda: parent.remember(self.signals.get()), daemon=True)
         wait.start()
         sys.path.extend(folder for folder in self.path if folder not in sys.path)

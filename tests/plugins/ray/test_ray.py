@@ -26,7 +26,7 @@ from forked import fresh, started
 
 from dpframe import UserError, checkpoint
 from dpframe.errors import Interrupted
-from dpframe.launch import rank
+from dpframe.launch import signals
 from dpframe.launch.rank import Parent
 from dpframe.launch.signals import Interruption
 from dpframe.plugins.ray.strategy import Ray
@@ -418,7 +418,7 @@ def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch
     for is_ended in (False, True):
         if is_ended:
             dist.destroy_process_group()
-        monkeypatch.setattr(rank, "_parent", Parent(messages))
+        monkeypatch.setattr(signals, "_current", Parent(messages))
         Ray(2).abort(ValueError("Default process group has not been initialized"))
         kind, fault = pickle.loads(sent.pop())
         assert (kind, fault.rank, fault.is_consequence) == ("failed", 3, is_ended)
