@@ -135,6 +135,12 @@ TYPED = [
     "hydra.run.dri=x",
 ]
 
+# Keys of a sweep, typed without -m; a file may have them.
+OF_A_SWEEP = {
+    each: f"dpframe: {each} is of a sweep; add -m, or leave it out"
+    for each in ("sweep.compare=task.optimizer.lr", "sweep.over=[seed,data.fold]", "sweep.jobs=2")
+}
+
 # What the settings refuse, whatever composed them.
 REFUSED = {
     "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 is a fraction; use a whole number",
@@ -258,7 +264,11 @@ def light(tmp_path_factory):
     files = {f"recipe/{name}.yaml": text for name, (text, _) in RECIPES.items()}
     files["recipe/copied.yaml"] = (ROOT / "conf/recipe/boston.yaml").read_text(encoding="utf-8")
     write(folder / "mine", files | {"net/small.yaml": "# Few.\n"})
-    lines = [*map(typed, [*OPTIONS, *TYPED]), of_recipe("broken"), *map(odd, ODD_OPTIONS)]
+    lines = [
+        *map(typed, [*OPTIONS, *TYPED, *OF_A_SWEEP]),
+        of_recipe("broken"),
+        *map(odd, ODD_OPTIONS),
+    ]
     lines += [line.split(" ") for line in SHOWN]
     composed = [*map(typed, BEFORE_TORCH), *(["recipe=boston", word] for word in ODD)]
     of_recipes = [[f"recipe={name}"] for name in RECIPES]
@@ -286,7 +296,7 @@ def odd(word):
 
 
 def test_a_mistake_is_one_line(light):
-    told = OPTIONS | {words: BEFORE_TORCH[words] for words in TYPED}
+    told = OPTIONS | {words: BEFORE_TORCH[words] for words in TYPED} | OF_A_SWEEP
     said = {(words, says): light[0][*typed(words)] for words, says in told.items()}
     said["broken", RECIPES["broken"][1]] = light[0][*of_recipe("broken")]
     assert_refused(said, files=["mine"])

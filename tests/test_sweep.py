@@ -457,6 +457,17 @@ def test_a_key_that_can_not_be_compared_is_one_line_before_the_first_run(tmp_pat
         assert one.err == f"dpframe: sweep.{words}\n"
 
 
+def test_one_run_may_have_a_sweeps_keys_from_a_file_and_its_metric_typed(tmp_path):
+    keys = "sweep: {jobs: 2, compare: data.batch_size}\n"
+    recipe = f"# @package _global_\ndefaults: [boston, _self_]\n{keys}"
+    write(tmp_path, {"mine/recipe/swept.yaml": recipe})
+    words = ["--config-dir=mine", "recipe=swept", "logger=none", SHORT, "hydra.run.dir=run"]
+    more = ["sweep.metric=val/loss", "sweep.mode=min", "sweep.compare=null"]
+    resumed = ["--config-dir=mine", "resume=run", "trainer.max_steps=2"]
+    once, again = attempts([[*words, *more], resumed], tmp_path)
+    assert (once.code, again.code) == (0, 0), (once.err, again.err)
+
+
 def test_what_a_search_draws_is_compared_where_two_runs_differ_in_one_key(swept):
     _, done = swept
     drawn, without = done["drawn pairs"], done["no pairs"]

@@ -129,8 +129,13 @@ def _is_sweep(overrides: Sequence[str]) -> bool:
 
 def _run(arguments: argparse.Namespace) -> None:
     from dpframe.config.compose import composed
+    from dpframe.config.overrides import value_of
+    from dpframe.config.schema import OF_ITS_TABLE, OF_THE_SWEEP
 
     job = composed(arguments.overrides, config_dir=arguments.config_dir)
+    for key in (*OF_THE_SWEEP, *OF_ITS_TABLE):
+        if (value := value_of(key, arguments.overrides)) is not None:
+            raise UserError(f"{key}={value} is of a sweep; add -m, or leave it out")
     raise_if_signaled()
     from dpframe.modes.run import run  # imports torch: only now that the config is known to be good
 

@@ -29,7 +29,7 @@ from dpframe.config.loader import ConfigLoader, quoted, with_path_quoted
 from dpframe.config.objective import Objective
 from dpframe.config.overrides import key_of, value_of
 from dpframe.config.points import Points, compose_point
-from dpframe.config.schema import SweepSettings
+from dpframe.config.schema import OF_ITS_TABLE, OF_THE_SWEEP, SweepSettings
 from dpframe.config.untrusted import must_be_typed, refuse_calls
 from dpframe.errors import Interrupted, UserError, first_line, printable, suggestion
 from dpframe.launch import signals
@@ -47,9 +47,7 @@ SWEEPER, LAUNCHER = ".BasicSweeper", ".BasicLauncher"  # Hydra's own
 OURS = {"_target_": "hydra_plugins.dpframe_launcher.DpframeLauncher"}  # in place of that launcher
 ELSEWHERE = "use another one: hydra.sweep.dir=DIR"
 NAMED_BY = "hydra.job.config.override_dirname.exclude_keys"
-OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
 TYPED_EACH_TIME = ("hydra", "resume", "resume_anyway")
-OF_ITS_TABLE = ("sweep.over", "sweep.compare")  # nor for these, which a later start may change
 
 
 def sweep(given: list[str], config_dir: str | None) -> int:

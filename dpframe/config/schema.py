@@ -25,6 +25,8 @@ OF_EVERY_DATA = ("drop_last", "eval_batch_size", "persistent_workers", "pin_memo
 SWITCHED = ("callbacks", "logger")  # groups whose parts are switched off, e.g. callbacks.ema=false
 OFF = ("false", "null")
 OPEN = (*SWITCHED, "vars")  # a user adds keys
+OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
+OF_ITS_TABLE = ("sweep.over", "sweep.compare")  # nor for these, which a later start may change
 
 
 @dataclass
