@@ -164,6 +164,7 @@ TESTS = {
     "test_manual_optimization_is_refused_before_training",
     "test_turns_that_can_not_be_counted_are_refused_in_one_line",
     "test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere",
+    "test_a_plus_adds_no_name_only_to_switch_it_off",
     "test_what_stream_can_not_read_is_one_line",
     "test_a_stream_that_can_not_be_divided_is_refused_in_one_line",
     "test_the_steepest_point_is_not_shifted_by_smoothing",

@@ -190,6 +190,33 @@ def test_what_switches_nothing_off_is_refused(typed):
 
 
 @pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("+callbacks.erly_stopping=false", "did you mean callbacks.early_stopping?"),
+        ("++callbacks.erly_stopping=null", "did you mean callbacks.early_stopping?"),
+        ("+logger.tensorbord=false", "did you mean logger.tensorboard?"),
+    ],
+)
+def test_a_plus_adds_no_name_only_to_switch_it_off(typed, said):
+    key = typed.lstrip("+").partition("=")[0]
+    with pytest.raises(UserError) as refused:
+        composed(["recipe=boston", typed])
+    assert str(refused.value) == f"{typed}: there is no key {key}; {said}"
+
+
+def test_a_callback_of_ones_own_is_added_and_switched_off():
+    own = "+callbacks.mine._target_=dpframe.callbacks.Live"
+    assert "callbacks.mine" in [
+        where for where, *_ in slots(composed(["recipe=boston", own]).settings)
+    ]
+    for off in ("callbacks.mine=false", "++callbacks.mine=null"):
+        off_again = composed(["recipe=boston", own, off])
+        assert "callbacks.mine" not in [where for where, *_ in slots(off_again.settings)]
+    known = composed(["recipe=boston", "+callbacks.early_stopping=false"])
+    assert known.config["callbacks"]["early_stopping"] is False
+
+
+@pytest.mark.parametrize(
     ("saved", "typed", "kept"),
     [
         (["callbacks.early_stopping=false"], [], ["checkpoint", "progress"]),

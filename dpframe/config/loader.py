@@ -119,7 +119,7 @@ class ConfigLoader:
         heads = {*self.groups(), "hydra"}
         first = [
             o
-            for o in overrides
+            for o in map(self._without_plus, overrides)
             if o[:1] == "+" or {key_of(o).split("@")[0], re.split("[/@]", key_of(o))[0]} & heads
         ]
         base = self._plain(first)
@@ -182,6 +182,7 @@ class ConfigLoader:
     ) -> DictConfig:
         register()
         overrides = ["callbacks=none" if each == "callbacks=[]" else each for each in overrides]
+        overrides = [self._without_plus(each) for each in overrides]
         try:
             config = load(overrides)
         except ConfigCompositionException as error:
@@ -212,6 +213,12 @@ class ConfigLoader:
         """Whether it switches off what its group has, e.g. callbacks.early_stopping=false."""
         group, _, name = key_of(override).partition(".")
         return is_switch(override) and name in self.parts(group)
+
+    def _without_plus(self, override: str) -> str:
+        """What switches off a name that no option has, as if it were not to be added: where no file
+        has it either, Hydra refuses it."""
+        is_known = not is_switch(override) or self._is_switch(override)
+        return override if is_known else override.lstrip("+")
 
     def _plain(self, overrides: Sequence[str]) -> dict[str, Any]:
         register()
