@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 import dpframe
 from dpframe import checkpoint
-from dpframe.launch.watchdog import PREEMPTION
+from dpframe.launch.signals import PREEMPTION
 
 CONFIG = """
 # @package _global_

@@ -21,11 +21,10 @@ from dpframe.errors import DeviceLost, Interrupted, UserError, first_line
 from dpframe.launch import local, signals
 from dpframe.launch.rank import SAFE_PATH
 from dpframe.launch.rank_errors import RankFailed
-from dpframe.launch.signals import Interruption
-from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
+from dpframe.launch.signals import SIGNALS, Interruption
+from dpframe.launch.watchdog import TICK_SECONDS
 from dpframe.modes.run import run
 from dpframe.strategies.devices import HIDES, present, use_threads
-from dpframe.trainer.settings import TrainerSettings
 
 BLOCK = 1 << 16
 
@@ -62,15 +61,15 @@ def lanes(jobs: Sequence[Composed], count: int) -> list[Lane]:
     if count == 1:
         return [Lane([], {}, has_gpus=True)]  # all of the machine
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    there = present("auto") if any(_trainer(job).accelerator != "cpu" for job in jobs) else []
+    settings = [job.settings.trainer for job in jobs]
+    there = present("auto") if any(each.accelerator != "cpu" for each in settings) else []
     variable = HIDES[there[0].type][0] if there and there[0].type in HIDES else ""
     visible = os.environ.get(variable, "") if variable else ""
     names = visible.split(",") if visible else map(str, range(len(there) if variable else 0))
     devices = list(names)[: len(there)]
     shares = [_share(devices, at, count) for at in range(count)]
     least = min(map(len, shares))
-    for job in jobs:
-        gpus = _trainer(job).gpus
+    for gpus in (each.gpus for each in settings):
         if devices and isinstance(gpus, int) and gpus > least:
             raise UserError(
                 f"trainer.gpus={gpus} but sweep.jobs={count} leaves each run {least} of "
@@ -80,10 +79,6 @@ def lanes(jobs: Sequence[Composed], count: int) -> list[Lane]:
         Lane(_share(own, at, count), {variable: ",".join(share)} if share else {}, bool(there))
         for at, share in enumerate(shares)
     ]
-
-
-def _trainer(job: Composed) -> TrainerSettings:
-    return job.settings.trainer
 
 
 def _share(things: Sequence[Any], at: int, count: int) -> list[Any]:
@@ -148,7 +143,7 @@ class _Process:
         ]
         writers = [writer for _, writer in pairs]
         environment = {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-        if not isinstance(_trainer(job).gpus, list):  # it names no GPUs
+        if not isinstance(job.settings.trainer.gpus, list):  # it names no GPUs
             environment |= lane.environment
         args = (job, lane.cores, environment, *writers)
         self.process = context.Process(target=_live, args=args)

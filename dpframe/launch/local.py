@@ -23,8 +23,8 @@ from dpframe.errors import Interrupted, UserError
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank import SAFE_PATH, rank_main
 from dpframe.launch.rank_errors import Fault, explain
-from dpframe.launch.signals import Interruption
-from dpframe.launch.watchdog import BEAT, SIGNALS, TICK_SECONDS, Clock
+from dpframe.launch.signals import SIGNALS, Interruption
+from dpframe.launch.watchdog import BEAT, TICK_SECONDS, Clock
 
 HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed

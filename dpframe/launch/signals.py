@@ -16,9 +16,12 @@ from typing import Any
 
 from dpframe.errors import Interrupted
 from dpframe.launch import watchdog
-from dpframe.launch.watchdog import PREEMPTION as PREEMPTION
-from dpframe.launch.watchdog import SIGNALS as SIGNALS
 
+# Slurm's, before a time limit
+USR1 = () if watchdog.STACK == signal.SIGUSR1 else (signal.SIGUSR1,)
+_NAME = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
+PREEMPTION = getattr(signal, _NAME, signal.SIGUSR2)  # submitit's, before a time limit, too
+SIGNALS = tuple(dict.fromkeys([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *USR1, PREEMPTION]))
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
 OVER = b"\0"  # no signal has this number
 LONGEST_FOLDER = 50  # bytes; a socket's path has 107

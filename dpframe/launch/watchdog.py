@@ -18,10 +18,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it
-USR1 = () if STACK == signal.SIGUSR1 else (signal.SIGUSR1,)  # Slurm's, before a time limit
-_NAME = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
-PREEMPTION = getattr(signal, _NAME, signal.SIGUSR2)  # submitit's, before a time limit, too
-SIGNALS = tuple(dict.fromkeys([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *USR1, PREEMPTION]))
 STOP = signal.SIGTSTP  # Ctrl-Z
 BEAT = 0x80  # no signal has this number, and no stack this byte
 TEXT = {ord("\n"), *range(ord(" "), 127)}  # faulthandler's

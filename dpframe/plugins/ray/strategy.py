@@ -26,8 +26,7 @@ from dpframe.checkpoint import seal
 from dpframe.errors import Interrupted
 from dpframe.launch.rank import Parent, do_work, fail, has_parent
 from dpframe.launch.rank_errors import Fault, explain
-from dpframe.launch.signals import Interruption
-from dpframe.launch.watchdog import SIGNALS
+from dpframe.launch.signals import SIGNALS, Interruption
 from dpframe.plugin import REHEARSED_REPLICAS, Failure, Gpus, environment, first_line, signals
 from dpframe.strategies import DDP
 from dpframe.strategies.devices import announce
