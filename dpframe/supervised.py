@@ -15,6 +15,7 @@ from dpframe.errors import UserError, nearest
 from dpframe.named_metrics import NamedMetrics
 from dpframe.parameters import unwrapped
 from dpframe.task import Output, Task
+from dpframe.values import parameters_of
 
 MEANS = ("mean", "batchmean")  # over the rows
 NAMES = {
@@ -147,9 +148,9 @@ class Supervised(Task):
 
 def _function(name: str) -> Callable[..., Any]:
     found = getattr(functional, name, None)
-    if found is not None and "reduction" in _parameters(found):
+    if found is not None and "reduction" in parameters_of(found):
         return found
-    losses = [n for n, each in vars(functional).items() if "reduction" in _parameters(each)]
+    losses = [n for n, each in vars(functional).items() if "reduction" in parameters_of(each)]
     near = nearest(name, losses)
     hint = f"did you mean {near}?" if near else "name one, e.g. cross_entropy or mse_loss"
     raise UserError(f"task.loss={name} is no loss of torch.nn.functional; {hint}")
@@ -174,7 +175,7 @@ def _option(loss: Any, name: str, default: Any) -> Any:
     """An option of a module, or of a function what a partial or its signature says."""
     if isinstance(loss, nn.Module):
         return getattr(loss, name, default)
-    parameter = _parameters(loss).get(name)
+    parameter = parameters_of(loss).get(name)
     is_set = parameter is not None and parameter.default is not parameter.empty
     return parameter.default if parameter and is_set else default
 
@@ -192,11 +193,3 @@ def _origin(loss: Any) -> Any:
     """The function or class: a partial may be one of a partial."""
     loss, _ = unwrapped(loss)
     return type(loss) if isinstance(loss, nn.Module) or not inspect.isroutine(loss) else loss
-
-
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """None of a builtin without a signature."""
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}

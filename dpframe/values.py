@@ -1,5 +1,6 @@
 """A value against the annotation and the range of what takes it, in a config and from Python."""
 
+import inspect
 import math
 import types
 from collections.abc import Mapping
@@ -82,6 +83,14 @@ def check_gpus(gpus: Any) -> None:
             f"trainer.gpus={gpus} is neither a count, a list of different ids, auto, all "
             "nor null; use e.g. trainer.gpus=4, or trainer.gpus=[0,1,3]"
         )
+
+
+def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
+    """None of a builtin without a signature."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -6,7 +6,7 @@ A run directory is data, maybe a stranger's: what is not as a run writes it is l
 import math
 import os
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -18,6 +18,7 @@ import yaml
 
 from dpframe.cli.results import short
 from dpframe.config.earlier_run import NOT_TAKEN_OVER, saved_overrides
+from dpframe.config.keys import dotted
 from dpframe.config.overrides import key_of
 from dpframe.errors import UserError, suggestion
 from dpframe.loggers.formats import ruled
@@ -271,7 +272,7 @@ def _minute(when: str) -> str:
 
 def _compared(one: Run, other: Run, *, as_json: bool) -> str:
     both = (one, other)
-    configs = [dict(islice(_leaves(_config(Path(run.directory))), LARGEST)) for run in both]
+    configs = [dict(islice(dotted(_config(Path(run.directory))), LARGEST)) for run in both]
     origins = [provenance.flat(run.origin) for run in both]
     config, origin = _differing(configs), _differing(origins)
     for key in NAMES:
@@ -297,11 +298,3 @@ def _differing(pair: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     keys = dict.fromkeys([*pair[0], *pair[1]])
     values = {key: [each.get(key) for each in pair] for key in keys}
     return {key: both for key, both in values.items() if both[0] != both[1]}
-
-
-def _leaves(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{where}.{key}" if where else str(key))
-    else:
-        yield where, node

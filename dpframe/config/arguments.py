@@ -22,7 +22,7 @@ from dpframe.errors import UserError, first_line, not_one_of, suggestion
 from dpframe.loggers import Logger
 from dpframe.scheduler_lengths import is_filled_in
 from dpframe.task import Task
-from dpframe.values import fits, kind_of, options_of, shown, unfit
+from dpframe.values import fits, kind_of, options_of, parameters_of, shown, unfit
 
 SPECIAL: dict[str, Any] = {  # the keys that are about the call itself
     "_target_": str,
@@ -109,7 +109,7 @@ def _check_kind(target: Any, given: str, kind: type) -> None:
 
 
 def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
-    if not (parameters := _parameters(target)):
+    if not (parameters := parameters_of(target)):
         return
     parameters = {**OF_ALL.get(where, {}), **parameters}
     if isinstance(target, type) and issubclass(target, optim.Optimizer):
@@ -137,14 +137,6 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
         is_auto = (where, key, value) == ("data", "workers", "auto")  # whatever a class's hint says
         if not is_auto and (value is not None or has_no_default):
             _check_type(value, hints.get(key), f"{where}.{key}")
-
-
-def _parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """None of a builtin without a signature."""
-    try:
-        return dict(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return {}
 
 
 def _check_type(value: Any, hint: Any, where: str) -> None:
@@ -181,7 +173,7 @@ def _hints(target: Any) -> dict[str, Any]:
 def _not_taken(where: str, target: Any, taken: Iterable[str]) -> UserError:
     name, key = getattr(target, "__name__", str(target)), where.rpartition(".")[2]
     bases = target.__mro__[1:] if isinstance(target, type) else ()
-    if any(key in _parameters(base) for base in bases if "__init__" in vars(base)):
+    if any(key in parameters_of(base) for base in bases if "__init__" in vars(base)):
         use = "let its __init__ take **options, and call super().__init__(**options)"
     else:
         use = suggestion(key, taken)
@@ -195,7 +187,7 @@ def explain_call(
     said = first_line(ValueError(*error.args))  # the text of a KeyError is quoted
     name = getattr(target, "__name__", str(target))
     unknown = re.search(r"\) got an unexpected keyword argument '(\w+)'", said)
-    if unknown and (key := unknown[1]) in keywords and key not in _parameters(target):
+    if unknown and (key := unknown[1]) in keywords and key not in parameters_of(target):
         taken = taken_by(target)[0]  # it went through a `**more`
         return _not_taken(f"{where}.{key}", target, taken)
     frames = traceback.extract_tb(error.__traceback__)[1:]

@@ -3,7 +3,7 @@
 Configs are plain containers here, and no class is asked what it takes: that would import torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -34,6 +34,15 @@ def may_take(config: Mapping[str, Any], key: str) -> bool:
 def at(config: Mapping[str, Any], key: str) -> Any:
     """None where there is no such key."""
     return (known_part(config, key)[1] if has(config, key) else None) if key else config
+
+
+def dotted(node: Mapping[Any, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value below a node with its dotted key; a list is one value, and so is `{}`."""
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
 
 
 def known_part(config: Mapping[str, Any], key: str) -> tuple[list[str], Any]:

@@ -34,7 +34,7 @@ from omegaconf.errors import ValidationError
 
 from dpframe.config import plugins
 from dpframe.config.errors import OUTSIDE, explain
-from dpframe.config.keys import has, may_take
+from dpframe.config.keys import dotted, has, may_take
 from dpframe.config.overrides import is_switch, key_of
 from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.errors import UserError
@@ -154,7 +154,7 @@ class ConfigLoader:
                     with suppress(yaml.YAMLError, OSError):
                         where = group.replace("/", ".")
                         node = {where: yaml.safe_load(path.read_text(encoding="utf-8"))}
-                        keys = (k for k, _ in _leaves(node) if k.rpartition(".")[2] == name)
+                        keys = (k for k, _ in dotted(node) if k.rpartition(".")[2] == name)
                         found += [f"{group}={option} {whole}" for whole in keys]
         return found
 
@@ -344,7 +344,7 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
     _refuse_recipe(plain)
     if sorted(hydra["overrides"]["hydra"] + hydra["overrides"]["task"]) != sorted(overrides):
         raise _unused("overrides")
-    set_here = dict(_leaves(plain))
+    set_here = dict(dotted(plain))
     for key, default in TYPED.items():
         group = key.partition(".")[0]  # which may be a reference to one with that key
         value = set_here.get(key, set_here.get(group, default))
@@ -375,7 +375,7 @@ def _refuse_settings(hydra: DictConfig, plain: Mapping[str, Any], overrides: Seq
     """A guarded value is typed, harmless, dpframe's own, or what an installed plugin has there."""
     typed = _typed(overrides)
     installed = [*_ours(), *_installed("hydra/launcher"), *_installed("hydra/sweeper")]
-    for key, value in _leaves(plain):
+    for key, value in dotted(plain):
         if (key, value) in installed or not _is_in(key, GUARDED):
             continue
         if "._" in key or _is_in(key, UNUSED):
@@ -390,7 +390,7 @@ def _refuse_settings(hydra: DictConfig, plain: Mapping[str, Any], overrides: Seq
 def _typed(overrides: Sequence[str]) -> set[str]:
     words = [o for o in overrides if re.match(r"hydra\b(?!/)", key_of(o))]
     parsed = OverridesParser.create().parse_overrides(words)
-    leaves = [leaf for o in parsed for leaf in _leaves({o.key_or_group: o.value()})]
+    leaves = [leaf for o in parsed for leaf in dotted({o.key_or_group: o.value()})]
     return {key.removeprefix("hydra.") for key, _ in leaves}
 
 
@@ -399,7 +399,7 @@ def _ours() -> list[tuple[str, Any]]:
     text = files("dpframe.conf").joinpath("hydra", "default.yaml").read_text(encoding="utf-8")
     logging = {"job_logging": NO_LOGGING, "hydra_logging": NO_LOGGING}
     job = {"name": "dpframe", "env_set": {}, "env_copy": []}
-    return [*_leaves(yaml.safe_load(text)), *_leaves({**logging, "callbacks": {}, "job": job})]
+    return [*dotted(yaml.safe_load(text)), *dotted({**logging, "callbacks": {}, "job": job})]
 
 
 def _is_in(key: str, groups: Iterable[str]) -> bool:
@@ -413,18 +413,9 @@ def _installed(group: str) -> Iterator[tuple[str, Any]]:
         if name.endswith(".yaml"):
             node: Any = OmegaConf.to_container(store.load(f"{group}/{name}").node, enum_to_str=True)
             where = group.removeprefix("hydra/").replace("/", ".")
-            yield from _leaves({where: node})
+            yield from dotted({where: node})
         else:
             yield from _installed(f"{group}/{name}")
-
-
-def _leaves(node: Mapping[Any, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value below a node with its dotted key; a list is one value, and so is `{}`."""
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{where}{key}.")
-        else:
-            yield f"{where}{key}", value
 
 
 def _is_harmless(key: str, value: Any) -> bool:
