@@ -127,11 +127,12 @@ class Results:
         head = [*names.values(), f"{self.objective.metric}{spread}", "runs"]
         rows = [
             [
-                *(Result(0, row.overrides).values.get(key, "") for key in names),
+                *(values.get(key, "") for key in names),
                 _number(row.mean) + (f" ± {row.sd:.3g}" if row.sd is not None else ""),
                 _counted(row.runs, row.left_out),
             ]
             for row in means
+            for values in [Result(0, row.overrides).values]
         ]
         if self.compare is not None and any(row.difference for row in means):
             first = self.runs[0].values.get(self.compare, "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpframe.config.overrides import is_switch
+from dpframe.config.overrides import is_switch, key_of
 from dpframe.errors import UserError
 
 TYPED_AGAIN = ("data.input", "strategy.storage")
@@ -33,8 +33,7 @@ def must_be_typed(override: str) -> bool:
     go or what is read."""
     if re.search(r"_target_|_args_|[$@]", override):
         return True
-    key, _, value = override.lstrip("+~").partition("=")
-    words = set(re.findall(r"\w+", value))
+    key, words = key_of(override), set(re.findall(r"\w+", override.partition("=")[2]))
     if key == "logger":
         return not words <= LOCAL_LOGGERS
     if key == "strategy":
