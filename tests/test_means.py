@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dpframe.cli.means import Difference, interval_of, rows_of
+from dpframe.cli.means import PairedDifference, interval_of, rows_of
 from dpframe.cli.outcome import Result
 from dpframe.cli.results import Results
 from dpframe.config.objective import Objective
@@ -132,7 +132,7 @@ def test_a_search_that_draws_no_two_runs_alike_has_nothing_to_compare():
 def test_of_runs_that_a_search_draws_twice_one_that_finished_is_in_the_pair():
     twice = Result(7, runs()[0].overrides, "", "failed")
     (_, row) = rows_of([*runs(), twice], KEYS, over=["seed"], compare=LR)
-    assert isinstance(row.difference, Difference) and (1, 2) in row.difference.pairs
+    assert isinstance(row.difference, PairedDifference) and (1, 2) in row.difference.pairs
     assert row.difference.left_out == []
 
 

@@ -13,7 +13,7 @@ SHARE = 0.95  # of intervals, in which the true difference lies
 
 
 @dataclass
-class Difference:
+class PairedDifference:
     """Between runs in pairs that differ by one key alone: this row's less the first row's."""
 
     mean: float | None  # None: of no pair
@@ -31,7 +31,7 @@ class Row:
     left_out: list[int]  # those without a value
     mean: float | None
     sd: float | None  # None: of fewer than two
-    difference: Difference | None = None  # None: of a first row, or of no pairs at all
+    difference: PairedDifference | None = None  # None: of a first row, or of no pairs at all
 
 
 def rows_of(
@@ -90,14 +90,14 @@ def _row(group: Sequence[Result], apart: Sequence[str]) -> Row:
 
 def _difference(
     first: Iterable[Result], group: Iterable[Result], over: Sequence[str]
-) -> Difference | None:
+) -> PairedDifference | None:
     there = {_values(run, over): run for run in first}
     both = [(there[place], run) for run in group if (place := _values(run, over)) in there]
     if not both:
         return None
     measured = [pair for pair in both if all(run.is_measured for run in pair)]
     values = [(b.value or 0.0) - (a.value or 0.0) for a, b in measured]
-    return Difference(
+    return PairedDifference(
         statistics.mean(values) if values else None,
         interval_of(values),
         [(a.number, b.number) for a, b in measured],

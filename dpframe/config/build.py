@@ -126,7 +126,7 @@ def _build(node: Any, where: str) -> Any:
         return arguments
     path, is_later = node["_target_"], is_made_later(node, where)
     target, call = find(path, f"{where}._target_"), _call_of(path, where)
-    part = Later(target if is_later else call, *positional, **arguments)
+    part = PartCall(target if is_later else call, *positional, **arguments)
     part.where = where
     return part if is_later else part()
 
@@ -153,8 +153,8 @@ def _policy(path: str, where: str, error: Exception) -> UserError:
     return UserError(f"{where}._target_={path}: Hydra says: {said}")
 
 
-class Later(functools.partial):
-    """A node's call, which names the node's key when it fails."""
+class PartCall(functools.partial):
+    """A part's call, which names its key when it fails."""
 
     where: str
 

@@ -31,7 +31,7 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "trainer.threads",
     "trainer.data_on_device",
 )
-OF_TRAINING = ("test_after_fit", "name", "tags", "notes")
+OF_ITS_RUN = ("test_after_fit", "name", "tags", "notes")
 RESUMES_BEST = (
     "resume=best: a run continues from its newest checkpoint: use resume=last; checkpoint=best "
     "begins a new run with the best weights"
@@ -87,7 +87,7 @@ def _resumed_run(resume: str, runs: Path) -> Path | None:
     if not os.path.isdir(path):  # False, too, for a name that is too long
         return None
     if not any(path.glob("checkpoints/*.ckpt")):
-        raise UserError(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
+        raise _without_checkpoint("resume", path)
     return path
 
 
@@ -183,7 +183,7 @@ def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> 
     """The same for an evaluation, which may be on another machine."""
     key = key_of(override)
     group = key.partition(".")[0]
-    if key in (*OF_ITS_MACHINE, *OF_TRAINING, *LIMITS) or group == "strategy":
+    if key in (*OF_ITS_MACHINE, *OF_ITS_RUN, *LIMITS) or group == "strategy":
         return False
     is_of_other = group != key and group in map(key_of, typed)  # callbacks=none has other keys
     return not is_of_other and _is_kept(override, saved, typed)
@@ -215,7 +215,7 @@ def _file(key: str, name: str) -> Path:
     path = address.local_file(key, name)
     if os.path.isdir(path):
         if (path / ".hydra").is_dir() and not any(path.glob("checkpoints/*")):
-            raise UserError(f"{key}={path}: there is no checkpoint in {path / 'checkpoints'}")
+            raise _without_checkpoint(key, path)
         raise UserError(
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
         )
@@ -229,3 +229,7 @@ def _file(key: str, name: str) -> Path:
             hint = "; use resume=last, of the newest run, or a run's directory, or a checkpoint"
         raise UserError(f"{key}={path}: there is no such file{hint}")
     return path
+
+
+def _without_checkpoint(key: str, run: Path) -> UserError:
+    return UserError(f"{key}={run}: there is no checkpoint in {run / 'checkpoints'}")
