@@ -199,7 +199,8 @@ def test_a_checkpoint_of_weights_alone_is_no_start_for_a_resume():
     with pytest.raises(UserError) as caught:
         fitted(resume=state | {"file": "a.ckpt"})
     assert str(caught.value) == (
-        "resume=a.ckpt has no optimizer; use checkpoint=FILE to start a new run from its weights"
+        "resume=a.ckpt: it has no optimizer; use checkpoint=FILE to start a new run from its "
+        "weights"
     )
 
 

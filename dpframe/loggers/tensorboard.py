@@ -99,7 +99,7 @@ class TensorBoard(Logger):
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         self._last_step = step
         self._logged.update(scalars)
-        self._add(*map(_scalar, scalars, scalars.values()))
+        self._add(*(Summary.Value(tag=tag, simple_value=each) for tag, each in scalars.items()))
 
     def media_file(
         self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
@@ -186,10 +186,6 @@ class TensorBoard(Logger):
     def _add(self, *values: Summary.Value) -> None:
         assert self._file is not None
         self._file.add(*values, step=self._last_step)
-
-
-def _scalar(name: str, value: float) -> Summary.Value:
-    return Summary.Value(tag=name, simple_value=value)
 
 
 def _config(config: str) -> Summary.Value:

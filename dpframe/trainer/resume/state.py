@@ -192,13 +192,9 @@ def load_attributes(task: Task, state: Mapping[str, Any], strategy: Strategy) ->
 
 def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -> list[str]:
     """What has changed since the checkpoint; refused unless `anyway`."""
-    missing = [name for name in NEEDED if name not in state]
-    if missing:
-        raise UserError(
-            f"resume={state.get('file', '')} has no {' and no '.join(missing)}; "
-            "use checkpoint=FILE to start a new run from its weights"
-        )
     with refusing(state):
+        if missing := [name for name in NEEDED if name not in state]:
+            raise Mismatch(f"it has no {' and no '.join(missing)}")
         parts = {name: state[name] for name in ("progress", "metrics", "callbacks")}
         for name, value in (*parts.items(), *state["callbacks"].items()):
             if not isinstance(value, dict):
