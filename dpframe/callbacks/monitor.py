@@ -33,7 +33,7 @@ def count_in(state: dict[str, Any], name: str, key: str) -> int:
     return value
 
 
-class EpochEnd(NamedTuple):
+class EpochRow(NamedTuple):
     """What it ended with."""
 
     number: int

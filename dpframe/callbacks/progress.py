@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.banner import banner, side_by_side, table
-from dpframe.callbacks.monitor import Best, EpochEnd, Monitor
+from dpframe.callbacks.monitor import Best, EpochRow, Monitor
 from dpframe.callbacks.newest import NewestLoss
 from dpframe.errors import Interrupted, not_one_of, printable
 from dpframe.trainer.callback import Callback
@@ -48,7 +48,7 @@ class Progress(Callback):
 
     def reset(self) -> None:
         self.screen: Screen | None = None
-        self.epochs: list[EpochEnd] = []  # the last ones
+        self.epochs: list[EpochRow] = []  # the last ones
         self.with_line: set[int] = set()  # the steps of epochs that have one
         self.newest = NewestLoss()
         self.best: Best | None = None  # of what a callback monitors
@@ -90,7 +90,7 @@ class Progress(Callback):
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
             return
-        epoch = EpochEnd(trainer.progress.current_epoch, trainer.global_step, {**trainer.metrics})
+        epoch = EpochRow(trainer.progress.current_epoch, trainer.global_step, {**trainer.metrics})
         self.epochs = [*self.epochs[1 - SHOWN_EPOCHS :], epoch]
         if self.best is not None:
             self.best.on_epoch_end(trainer)
@@ -173,7 +173,7 @@ class Progress(Callback):
         first = {name: numbers[name] for name in numbers if _is_first(name, self.best)}
         return [current_epoch(trainer), step, self.pace.describe(trainer), inline(first)]
 
-    def _print_epoch(self, trainer: "Trainer", epoch: EpochEnd, mark: str = "") -> None:
+    def _print_epoch(self, trainer: "Trainer", epoch: EpochRow, mark: str = "") -> None:
         self.with_line.add(epoch.step)
         number = f"epoch {epoch.number}{out_of(trainer.settings.max_epochs)}"
         self._print(f"{number}  step {epoch.step}  {inline(epoch.metrics)}{mark}")
@@ -200,11 +200,11 @@ class Progress(Callback):
                 metrics=numbers,
             )
 
-    def _best_epoch(self) -> EpochEnd | None:
+    def _best_epoch(self) -> EpochRow | None:
         """The best epoch, which may be before a resume; the best step may be within an epoch."""
         if self.best is None or not self.best.step:
             return None
-        return EpochEnd(self.best.epoch, self.best.step, self.best.metrics)
+        return EpochRow(self.best.epoch, self.best.step, self.best.metrics)
 
     def _last_table(self, trainer: "Trainer") -> str:
         best = self._best_epoch()

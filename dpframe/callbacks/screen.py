@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from dpframe.callbacks.monitor import EpochEnd
+from dpframe.callbacks.monitor import EpochRow
 from dpframe.errors import printable
 
 LEAST_BAR, USUAL_BAR, MOST_BAR = 4, 10, 40  # columns
@@ -26,8 +26,8 @@ class Screen:
 
     def draw(
         self,
-        epochs: Sequence[EpochEnd],
-        best: EpochEnd | None,
+        epochs: Sequence[EpochRow],
+        best: EpochRow | None,
         *,
         where: str,
         done: float | None,
@@ -54,7 +54,7 @@ class Screen:
         self.live.stop()
 
 
-def _table(rows: Sequence[EpochEnd], best: EpochEnd | None, names: Sequence[str]) -> Table:
+def _table(rows: Sequence[EpochRow], best: EpochRow | None, names: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
     for name in ("epoch", "step", *names):
         table.add_column(_text(printable(name)), justify="right", no_wrap=True)
