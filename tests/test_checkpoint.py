@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import fresh
-from small import SGD, Adam, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
+from forked import fresh, on
+from small import SGD, Adam, Clock, Hooks, Rows, Scripted, Small, fitted, is_same, trainer
 
 from dpframe import Callback, Strategy, Trainer, UserError, checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -930,3 +931,42 @@ def test_what_another_store_raises_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Elsewhere, "after_write", fail)
     with pytest.raises(OSError, match="no bucket"):
         fitted(callbacks=[Stored()], directory=tmp_path)
+
+
+# A fit that another one follows in the same ranks
+
+
+class SlowWriter(checkpoint.Writer):
+    """The other ranks would be the first to look for its files."""
+
+    def save(self, *args: Any, **options: Any) -> None:
+        time.sleep(0.3)
+        super().save(*args, **options)
+
+
+class SlowCheckpoint(Checkpoint):
+    writer_type = SlowWriter
+
+
+def fit_twice(strategy: Strategy, directory: str) -> list[Any]:
+    def fit(epochs: int, resume: Any = None) -> Trainer:
+        torch.manual_seed(0)
+        made = trainer(
+            Small(Adam),
+            strategy=strategy,
+            callbacks=[SlowCheckpoint("val/loss", "min")],
+            directory=directory,
+            max_epochs=epochs,
+        )
+        made.fit(resume)
+        return made
+
+    first = fit(1)
+    there = checkpoint.load(Path(directory) / "checkpoints" / "last.ckpt")
+    steps = [first.global_step, there["progress"]["global_step"], fit(3, "last").global_step]
+    return strategy.collectives.gather(steps)
+
+
+def test_each_rank_finds_the_checkpoint_of_a_fit_that_is_over(tmp_path):
+    """So that a second one goes on from the same step in all of them."""
+    assert on(DDP(2, "cpu"), fit_twice, str(tmp_path)) == [[5, 5, 15]] * 2

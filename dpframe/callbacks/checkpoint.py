@@ -142,6 +142,8 @@ class Checkpoint(Callback):
         is_gone = self.file is None and not (_directory(trainer) / BEST).is_file()
         if trainer.strategy.is_main and is_gone:
             trainer.checkpoint = str(_directory(trainer) / LAST)  # the best one was deleted
+        # The others wait for the files, which their program may read next.
+        trainer.checkpoint = trainer.strategy.collectives.broadcast(trainer.checkpoint)
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
         if isinstance(error, Interrupted):

@@ -28,7 +28,7 @@ def _test_best(trainer: "Trainer") -> None:
     from dpframe.trainer.resume.state import load_attributes
 
     strategy = trainer.strategy
-    path = strategy.collectives.broadcast(trainer.checkpoint)  # which the main process alone knows
+    path = strategy.collectives.broadcast(trainer.checkpoint)
     if path is not None:
         if strategy.sharding.saves_shards:
             state = checkpoint.load(path, whole=False)

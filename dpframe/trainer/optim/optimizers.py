@@ -126,7 +126,7 @@ def kind_of(value: Any) -> str:
 # ---- one kernel for all weights, where torch has one that takes them
 
 
-def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None) -> bool:
+def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = None) -> bool:
     """Has an optimizer of torch use its fused kernels: one call for all weights, not ten for each.
 
     They round differently in the last digit. Not where the user chose an implementation, nor for
