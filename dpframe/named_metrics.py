@@ -27,6 +27,9 @@ class NamedMetrics(nn.Module):
         super().__init__()
         self.updated: list[str] = []  # the names of those of torchmetrics
         self.functions: dict[str, Callable[..., Any]] = {}
+        if not isinstance(metrics, Mapping | None):
+            given = type(metrics).__name__
+            raise UserError(f"task.metrics is a {given}; name each metric: {{'mae': ...}}")
         for name, metric in (metrics or {}).items():
             if metric is None:  # switched off
                 continue

@@ -111,11 +111,9 @@ class Task(RowsOfBatch, nn.Module):
         """`optimizers`, and `schedulers` for some of them, are named as the submodules are whose
         weights they update. `metrics` become `self.metrics`."""
         super().__init__()
-        if any(isinstance(made, Optimizer) for made in (optimizer, *(optimizers or {}).values())):
-            raise UserError(
-                f"{type(self).__name__} was given an optimizer; pass what makes one, e.g. "
-                "functools.partial(torch.optim.SGD, lr=0.1): it is made once the weights are placed"
-            )
+        self._refuse_made("optimizer", "SGD, lr=0.1", optimizer, *(optimizers or {}).values())
+        steps = "lr_scheduler.StepLR, step_size=10"
+        self._refuse_made("scheduler", steps, scheduler, *(schedulers or {}).values())
         if net is not None:
             self.net = net
         self.make_optimizer = optimizer
@@ -124,6 +122,16 @@ class Task(RowsOfBatch, nn.Module):
         self.make_schedulers = dict(schedulers or {})
         if metrics is not None:
             self.metrics = NamedMetrics(metrics)
+
+    def _refuse_made(self, word: str, options: str, *several: Any) -> None:
+        for made in several:
+            if made is not None and not callable(made):
+                given = repr(made) if isinstance(made, str) else f"a {type(made).__name__}"
+                raise UserError(
+                    f"{type(self).__name__} was given {given} as {word}; pass what makes one, e.g. "
+                    f"functools.partial(torch.optim.{options}): it is made once the weights are "
+                    "placed"
+                )
 
     if TYPE_CHECKING:
         metrics: Any  # NamedMetrics, unless a task of its own has set it

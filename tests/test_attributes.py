@@ -139,6 +139,18 @@ def test_what_a_resume_loads_is_in_its_checkpoints_too_where_the_task_has_it_alr
         assert again.task.scale == stopped.task.scale
 
 
+def test_what_torchmetrics_keeps_in_a_collection_is_no_attribute_of_the_task():
+    """Else a resume on other replicas names it as a change."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    task = Small()
+    task.judged = torchmetrics.MetricCollection(
+        [torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()]
+    )
+    kept = Attributes(task)
+    task.judged.update(torch.ones(3), torch.zeros(3))
+    assert kept.state_dict() == {}
+
+
 def test_what_can_not_be_kept_is_named_once(caplog):
     take = Hooks(on_step_end=lambda trainer: trainer.state_dict())
     fitted(Replayed(), callbacks=[take])

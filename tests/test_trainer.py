@@ -364,10 +364,27 @@ def test_a_number_of_threads_that_is_set_already_is_not_set_again(monkeypatch):
     trainer(Small(width=20_000), threads=torch.get_num_threads())
 
 
-def test_an_optimiser_in_place_of_what_makes_one_is_refused_in_one_line() -> None:
-    net = torch.nn.Linear(1, 1)
-    with pytest.raises(UserError, match="was given an optimizer; pass what makes one"):
-        Task(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+NET = torch.nn.Linear(1, 1)
+MADE = torch.optim.SGD(NET.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"optimizer": MADE}, r"was given a SGD as optimizer; pass what makes one, e.g. .*SGD, lr"),
+        ({"optimizers": {"0": MADE}}, "was given a SGD as optimizer"),
+        ({"optimizer": "adam"}, "was given 'adam' as optimizer; pass what makes one"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR(MADE, 1)},
+            "was given a StepLR as scheduler; .*StepLR, step_si",
+        ),
+        ({"scheduler": "cosine"}, "was given 'cosine' as scheduler; pass what makes one"),
+        ({"metrics": [1]}, "^task.metrics is a list; name each metric: {'mae': ...}$"),
+    ],
+)
+def test_what_is_no_function_that_makes_a_part_is_refused_in_one_line(given, said) -> None:
+    with pytest.raises(UserError, match=said):
+        Task(NET, **given)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from dpframe.trainer.callback import Callback
 from dpframe.trainer.checks.in_place import InPlace
 from dpframe.trainer.checks.left_out import LeftOut
 from dpframe.trainer.checks.loss_guard import LossGuard
-from dpframe.trainer.checks.own import Later, Own, find_own
+from dpframe.trainer.checks.own import UNKNOWN, Later, Own, find_own
 from dpframe.trainer.checks.share_check import NOT_COMPARED, check_evaluation, check_shares
 from dpframe.trainer.compute.activations import drop_activations
 from dpframe.trainer.compute.compiled import Compiled
@@ -319,7 +319,8 @@ def told(
     nothing shows it, e.g. in a program that writes to a file."""
     is_shown = settings.share_check == "off" or any(each.shows_banner for each in callbacks)
     if training.own and not is_shown:
-        yield logging.WARNING, f"{training.own}; this changes the curve"
+        changes = "may change" if training.own.startswith(UNKNOWN) else "changes"
+        yield logging.WARNING, f"{training.own}; this {changes} the curve"
     for note in training.notes:
         is_seen = is_shown or not note.startswith(NOT_COMPARED)
         yield logging.INFO if is_seen else logging.WARNING, note

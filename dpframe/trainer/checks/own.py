@@ -42,6 +42,7 @@ from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 
 KEYS = {"BatchNorm": "trainer.batch_norm=global", "Dropout": "trainer.dropout=row"}
+UNKNOWN = "what else a step has of each"
 ONE_VALUE = "more than 1 value per channel"  # what torch says of BatchNorm on one row
 
 
@@ -81,7 +82,7 @@ class Own:
         if others := [*self.others, *self.data]:
             said.append(f"of each {self.whose} own: {listed(others, 4)}")
         if self.unknown:
-            said.append(f"what else a step has of each {self.whose} own is unknown: {self.unknown}")
+            said.append(f"{UNKNOWN} {self.whose} own is unknown: {self.unknown}")
         return "; ".join(said)
 
 

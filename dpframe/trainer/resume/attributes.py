@@ -26,6 +26,7 @@ NO_REFERENCES = 2  # a version of marshal: later ones depend on who else has an 
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
 DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"
 OF_TASKS = OF_MODULES | ({*vars(Task()), *vars(Task)} - {"metrics"})  # a task may have its own
+OF_LIBRARIES = ("torch", "torchmetrics", "builtins", "typing")
 log = logging.getLogger("dpframe")
 
 
@@ -159,9 +160,9 @@ def _own_modules(task: Task) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own_kind(module: nn.Module) -> type | None:
-    """Its class, if that is not torch's own; FSDP's are built on it."""
+    """Its class, if that is not a library's; FSDP's are built on it."""
     for kind in type(module).__mro__:
-        if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
+        if kind.__module__.partition(".")[0] not in OF_LIBRARIES:
             return kind
     return None
 
