@@ -392,9 +392,9 @@ def test_worker_init_fn_gets_the_data_set_that_the_worker_reads(is_stream):
 
 
 def test_a_hung_worker_is_told_by_where_it_is():
-    line = failure(Dies("hung"), timeout_seconds=1.0)
+    line = failure(Dies("hung"), timeout_seconds=3.0)  # in which a busy machine starts a worker
     assert re.fullmatch(
-        r"data worker 0 \(pid \d+\) has returned nothing for 1 s, in hung \(test_workers\.py, line "
+        r"data worker 0 \(pid \d+\) has returned nothing for 3 s, in hung \(test_workers\.py, line "
         r"\d+\) in __getitem__ \(test_data\.py, line \d+\); fix that, or raise "
         r"trainer\.data_timeout_seconds",
         line,
